@@ -1,0 +1,1 @@
+"""PaTH attention: accumulated Householder reflections as a position encoding."""
