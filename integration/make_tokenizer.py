@@ -4,8 +4,8 @@
 
 Deterministic for one Python version. The default folder is the committed asset, trained on Python
 3.11.7's library. Its 2,048 tokens are the vocabulary size of torchtitan's llama3 and qwen3 debug
-flavours (and a multiple of 64, so that tensor parallelism divides it). Every byte is a token, so any
-other text encodes too, without loss but less compactly.
+flavours (and a multiple of 64, so that tensor parallelism divides it). Every byte is a token, so
+any other text encodes too, without loss but less compactly.
 """
 
 import argparse
@@ -22,7 +22,7 @@ BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 
 def train(texts: list[str]) -> Tokenizer:
-    """A tokenizer with ids BOS = 0, EOS = 1, then bytes, then merges. It adds neither BOS nor EOS."""
+    """A tokenizer with ids BOS = 0, EOS = 1, then bytes, then merges; adds neither BOS nor EOS."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
