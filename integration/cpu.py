@@ -1,0 +1,84 @@
+"""torchtitan 0.2.2 on a machine without an accelerator: CPU tensors, gloo collectives.
+
+torchtitan asks one module (torch.cuda and its like) for its device. Without an accelerator it gets
+torch.cuda, which fails at the first call; here a stand-in answers for the CPU. Nothing happens if
+an accelerator is there.
+"""
+
+import functools
+import importlib
+import os
+import platform
+import resource
+import sys
+import types
+
+import torch
+from torch._utils import _get_available_device_type
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.tools import utils
+
+# Modules that copied `device_type` and `device_module` from torchtitan.tools.utils on import.
+_COPIES = (
+    "torchtitan.components.metrics",
+    "torchtitan.distributed.utils",
+    "torchtitan.distributed.parallel_dims",
+    "torchtitan.tools.profiling",
+)
+
+
+class CpuDevice:
+    """The part of torch.cuda's interface that torchtitan uses, for the CPU."""
+
+    def __getattr__(self, name: str):
+        return getattr(torch.cpu, name)
+
+    def set_device(self, device) -> None:
+        pass
+
+    def current_device(self) -> int:
+        return 0  # a barrier takes it as a device index
+
+    def get_device_name(self, device=None) -> str:
+        return platform.processor() or platform.machine()
+
+    def get_device_properties(self, device=None) -> types.SimpleNamespace:
+        pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        return types.SimpleNamespace(total_memory=pages * page_size)
+
+    def memory_stats(self, device=None) -> dict[str, int]:
+        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
+
+    def reset_peak_memory_stats(self, device=None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+
+def activate_without_accelerator() -> None:
+    """Put `CpuDevice` where torchtitan looks its device up, unless there is an accelerator."""
+    if _get_available_device_type() is not None or utils.device_type == "cpu":
+        return
+    device = CpuDevice()
+    for name in ("torchtitan.tools.utils", *_COPIES):
+        module = importlib.import_module(name)
+        for attribute, value in (("device_type", "cpu"), ("device_module", device)):
+            if hasattr(module, attribute):
+                setattr(module, attribute, value)
+    FSDPModule.set_gradient_divide_factor = _without_premultiplied_sum(
+        FSDPModule.set_gradient_divide_factor
+    )
+
+
+def _without_premultiplied_sum(set_gradient_divide_factor):
+    """gloo has no PREMUL_SUM, which FSDP2 would use for a custom factor."""
+
+    @functools.wraps(set_gradient_divide_factor)
+    def set_factor(module, factor: float) -> None:
+        module.set_force_sum_reduction_for_comms(True)
+        set_gradient_divide_factor(module, factor)
+
+    return set_factor

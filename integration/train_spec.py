@@ -1,0 +1,120 @@
+"""Train specs of torchtitan whose attention follows `[model] attention`.
+
+`register` puts wrapped specs in front of llama3 and qwen3; `wrap_train_spec` does the same for a
+spec of yours. A model fits if each of its blocks has an `attention` with wq, wk, wv, wo, head_dim,
+and q_norm and k_norm or neither.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.metrics import MetricsProcessor, build_metrics_processor
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+from path_backend.integration import metrics
+from path_backend.integration.model import PathArgs, args_with_attention, build_model
+from path_backend.integration.tensor_parallel import apply_tensor_parallel
+
+MODELS = ("llama3", "qwen3")
+
+
+def register() -> None:
+    """Register the wrapped spec of each of `MODELS`; it is built when torchtitan first uses it."""
+    for name in MODELS:
+        register_train_spec(name, _LazyTrainSpec(name))
+
+
+def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
+    """A spec that trains `spec`'s model with the attention that the job asks for."""
+    return dataclasses.replace(
+        spec,
+        model_cls=functools.partial(build_model, spec.model_cls),
+        model_args={flavor: args_with_attention(args) for flavor, args in spec.model_args.items()},
+        parallelize_fn=functools.partial(_parallelize, spec.parallelize_fn),
+        build_metrics_processor_fn=functools.partial(
+            _build_metrics_processor, spec.build_metrics_processor_fn or build_metrics_processor
+        ),
+    )
+
+
+class _LazyTrainSpec:
+    """Imports a stock model only when a job uses it: some need packages that others do not."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    @functools.cached_property
+    def _spec(self) -> TrainSpec:
+        return wrap_train_spec(
+            importlib.import_module(f"torchtitan.models.{self._name}").get_train_spec()
+        )
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._spec, attribute)
+
+
+def _parallelize(
+    stock: Callable[..., nn.Module],
+    model: nn.Module,
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
+) -> nn.Module:
+    """Tensor parallelism of our parameters, then everything else as stock does it."""
+    with _one_group_for_tied_embeddings(stock, model):
+        if getattr(model.model_args, "attention", "default") != "default":
+            # What selective checkpointing per op keeps instead of computing again.
+            save_list = getattr(sys.modules[stock.__module__], "_op_sac_save_list", set())
+            save_list.add(torch.ops.path_backend.attention.default)
+            if parallel_dims.tp_enabled:
+                apply_tensor_parallel(model, parallel_dims.get_mesh("tp"))
+        return stock(model, parallel_dims, job_config)
+
+
+@contextlib.contextmanager
+def _one_group_for_tied_embeddings(stock: Callable[..., nn.Module], model: nn.Module) -> Iterator:
+    """FSDP2 of a model whose output layer is its embedding, on torch 2.13.
+
+    torchtitan 0.2.2 shards the embedding and [norm, output] as two groups, and torch 2.13 refuses a
+    parameter that is in both. Later torchtitan (#2522) shards the three as one, and so does this.
+    """
+    apply_fsdp = getattr(stock, "__globals__", {}).get("apply_fsdp")
+    if apply_fsdp is None or not getattr(model.model_args, "enable_weight_tying", False):
+        yield
+        return
+    namespace = apply_fsdp.__globals__
+    fully_shard = namespace["fully_shard"]
+
+    def shard_together(module, **options):
+        if module is model.tok_embeddings:
+            return module
+        if isinstance(module, list) and model.output in module:
+            module = [model.tok_embeddings, *module]
+        return fully_shard(module, **options)
+
+    namespace["fully_shard"] = shard_together
+    try:
+        yield
+    finally:
+        namespace["fully_shard"] = fully_shard
+
+
+def _build_metrics_processor(
+    stock: Callable[..., MetricsProcessor],
+    job_config: JobConfig,
+    parallel_dims: ParallelDims,
+    model_args: PathArgs | None = None,
+    tag: str | None = None,
+) -> MetricsProcessor:
+    processor = stock(job_config, parallel_dims, model_args, tag)
+    if model_args is not None and model_args.watch:
+        metrics.watch(processor, model_args.n_layers)
+    return processor

@@ -1,0 +1,304 @@
+"""The attention layer of PaTH, PaTH-FoX and FoX, for any host model (torch only).
+
+    w    = l2norm(silu(conv(W_up W_down x)))    one unit vector per token and key/value head
+    beta = 2 sigmoid(W_beta x + b_beta)         one scalar per token and key/value head
+    g    = log sigmoid(W_gate x + b_gate)       one scalar per token and query head
+
+Source: PaTH Attention (NeurIPS 2025), section 2.2, and its public code for the constants: rank 32,
+depthwise causal convolution of width 3 without bias, eps 1e-6. No RoPE, no output gate.
+
+B is batch, T tokens, HQ query heads, H key/value heads, D the head dimension. Under tensor
+parallelism the parameters are DTensors and HQ and H are the heads of this rank.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from path_backend.attention import path_attention
+from path_backend.beta import BETA_MAX, beta_from_logits
+
+W_NORM_EPS = 1e-6  # added to |w|^2, as the public code does
+INIT_STD = 0.02
+
+
+class PathAttention(nn.Module):
+    """Attention over projections of a host model: PaTH, PaTH-FoX or FoX.
+
+    `wq`, `wk`, `wv`, `wo` are linear layers to HQ*D, H*D, H*D features and back to those of x;
+    `q_norm` and `k_norm`, if the host has them, act on [B, T, heads, D] before the reflections.
+
+    Args:
+        reflections: multiply the reflections H_s = I - beta_s w_s w_s^T between query and key.
+        forget_gate: add the sum of log forget gates between them to the logit.
+        w_rank: rank of the projection to w; 0 is full rank.
+        conv_width: tokens that the causal convolution on w sees, the current one included.
+        beta_max, gate_scale, implementation: as in `beta_from_logits` and `path_attention`.
+        watch: keep statistics of the last training forward in `path.stats`.
+
+    `reflections` without `forget_gate` is PaTH, both are PaTH-FoX, `forget_gate` alone is FoX.
+    Raises ValueError if neither is set or the head counts do not fit.
+    """
+
+    def __init__(
+        self,
+        wq: nn.Linear,
+        wk: nn.Linear,
+        wv: nn.Linear,
+        wo: nn.Linear,
+        *,
+        head_dim: int,
+        reflections: bool = True,
+        forget_gate: bool = False,
+        w_rank: int = 32,
+        conv_width: int = 3,
+        beta_max: float = BETA_MAX,
+        gate_scale: float = 1.0,
+        implementation: str = "auto",
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        watch: bool = False,
+    ):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = wq, wk, wv, wo
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.head_dim = head_dim
+        self.path = PathInputs(
+            wq.in_features,
+            _heads(wq.out_features, head_dim, "wq"),
+            _heads(wk.out_features, head_dim, "wk"),
+            head_dim,
+            reflections=reflections,
+            forget_gate=forget_gate,
+            w_rank=w_rank,
+            conv_width=conv_width,
+            beta_max=beta_max,
+            watch=watch,
+        )
+        self.inner_attention = PathOperator(gate_scale, implementation)
+
+    def init_weights(self, init_std: float = INIT_STD) -> None:
+        """Draw every parameter: N(0, 0.02), `wo` N(0, init_std), biases 0."""
+        for linear in (self.wq, self.wk, self.wv):
+            nn.init.normal_(linear.weight, std=INIT_STD)
+        nn.init.normal_(self.wo.weight, std=init_std)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
+        self.path.init_weights()
+
+    def forward(self, x: torch.Tensor, document_start: torch.Tensor | None = None) -> torch.Tensor:
+        """x [B, T, dim], document_start [B, T] int32 or None -> [B, T, dim]."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            linear(x).view(batch, length, -1, self.head_dim)
+            for linear in (self.wq, self.wk, self.wv)
+        )
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        q, k, v = _local(q), _local(k), _local(v)
+        # Under autocast a norm returns fp32, and the operator takes one dtype.
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        w, beta, log_gate = self.path(x, document_start, v.dtype)
+        out = self.inner_attention(
+            q, k, v, w=w, beta=beta, log_gate=log_gate, document_start=document_start
+        )
+        return self.wo(out.reshape(batch, length, -1))
+
+
+class PathOperator(nn.Module):
+    """`path_attention` as a module: the seam where context parallelism replaces it."""
+
+    def __init__(self, gate_scale: float, implementation: str):
+        super().__init__()
+        self.gate_scale = gate_scale
+        self.implementation = implementation
+
+    def forward(self, q, k, v, *, w, beta, log_gate, document_start):
+        return path_attention(
+            q,
+            k,
+            v,
+            w,
+            beta,
+            log_gate,
+            document_start=document_start,
+            gate_scale=self.gate_scale,
+            implementation=self.implementation,
+        )
+
+
+class PathInputs(nn.Module):
+    """What the operator needs besides q, k, v: w, beta and log_gate of every token."""
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        *,
+        reflections: bool,
+        forget_gate: bool,
+        w_rank: int = 32,
+        conv_width: int = 3,
+        beta_max: float = BETA_MAX,
+        watch: bool = False,
+    ):
+        super().__init__()
+        if not (reflections or forget_gate):
+            raise ValueError("reflections and forget_gate are both False: expected at least one")
+        if n_heads % n_kv_heads:
+            raise ValueError(
+                f"query heads must be a multiple of key/value heads, got {n_heads} and {n_kv_heads}"
+            )
+        self.head_dim = head_dim
+        self.beta_max = beta_max
+        self.w_down = self.w_up = self.conv = self.beta = self.gate = None
+        if reflections:
+            if w_rank:
+                self.w_down = nn.Linear(dim, w_rank, bias=False)
+            self.w_up = nn.Linear(w_rank or dim, n_kv_heads * head_dim, bias=False)
+            self.conv = ShortConv(n_kv_heads * head_dim, conv_width)
+            self.beta = Float32Linear(dim, n_kv_heads)
+        if forget_gate:
+            self.gate = Float32Linear(dim, n_heads)
+        self.stat_names: tuple[str, ...] = ()
+        if watch:
+            self.stat_names += BETA_STATS if reflections else ()
+            self.stat_names += GATE_STATS if forget_gate else ()
+            self.register_buffer("stats", torch.zeros(len(self.stat_names)), persistent=False)
+
+    def init_weights(self) -> None:
+        """N(0, 0.02) for weights, 0 for biases and statistics."""
+        for module in (self.w_down, self.w_up, self.conv, self.beta, self.gate):
+            if module is not None:
+                nn.init.normal_(module.weight, std=INIT_STD)
+        for module in (self.beta, self.gate):
+            if module is not None:
+                nn.init.zeros_(module.bias)
+        if self.stat_names:
+            self.stats.zero_()
+
+    def forward(
+        self, x: torch.Tensor, document_start: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """x [B, T, dim] -> w [B, T, H, D] in `dtype`, beta [B, T, H] and log_gate [B, T, HQ] fp32.
+
+        Absent parts are None. fp64 inputs stay fp64.
+        """
+        w = beta = clipped = log_gate = None
+        if self.w_up is not None:
+            w = self.w_up(x if self.w_down is None else self.w_down(x))
+        with torch.autocast(x.device.type, enabled=False):
+            x32 = _at_least_float32(x)  # shared, so that it is saved for backward once
+            if w is not None:
+                w = F.silu(self.conv(w, document_start)).unflatten(-1, (-1, self.head_dim))
+                w = w * torch.rsqrt(w.square().sum(-1, keepdim=True) + W_NORM_EPS)
+                w = w.to(dtype)
+                beta, clipped = beta_from_logits(self.beta(x32), w, self.beta_max)
+            if self.gate is not None:
+                log_gate = F.logsigmoid(self.gate(x32))
+        if self.stat_names and self.training:
+            self._watch(w, beta, clipped, log_gate)
+        return w, beta, log_gate
+
+    @torch.no_grad()
+    def _watch(self, w, beta, clipped, log_gate) -> None:
+        """Overwrite `stats` on the device; recomputing a checkpointed layer repeats the values."""
+        values = []
+        if beta is not None:
+            eigenvalue = 1 - beta * w.to(beta.dtype).square().sum(-1)
+            values += [beta.mean(), clipped.float().mean(), eigenvalue.min()]
+        if log_gate is not None:
+            values += [log_gate.exp().mean()]
+        self.stats.copy_(torch.stack(values))
+
+
+BETA_STATS = ("beta_mean", "beta_clipped", "eigenvalue_min")
+GATE_STATS = ("gate_mean",)
+
+
+class ShortConv(nn.Module):
+    """Depthwise causal convolution over tokens, weight [channels, width], no bias."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"conv_width must be at least 1, got {width}")
+        self.weight = nn.Parameter(torch.empty(channels, width))
+
+    def forward(self, x: torch.Tensor, document_start: torch.Tensor | None = None) -> torch.Tensor:
+        weight = _at_least_float32(_local(self.weight))
+        return causal_conv(x, weight, document_start)
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    document_start: torch.Tensor | None = None,
+    history: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y_t = sum_b weight[:, width-1-b] x_{t-b} over the tokens t-b of t's document.
+
+    x [B, T, C]; weight [C, width], its last column for the current token; document_start [B, T]
+    counts from the first token of x (negative: the document began in `history`); history
+    [B, width-1, C] are the tokens before x, zeros if None. Result in the wider dtype of x, weight.
+    """
+    length, width = x.shape[1], weight.shape[1]
+    if history is None:
+        padded = F.pad(x, (0, 0, width - 1, 0))
+    else:
+        padded = torch.cat([history.to(x.dtype), x], dim=1)
+    out = x * weight[:, -1]
+    position = torch.arange(length, device=x.device)
+    for back in range(1, width):
+        first = width - 1 - back
+        tap = padded[:, first : first + length] * weight[:, first]
+        if document_start is not None:
+            inside = position - back >= document_start
+            tap = torch.where(inside[..., None], tap, 0)
+        out = out + tap
+    return out
+
+
+class Float32Linear(nn.Linear):
+    """A small linear layer computed in fp32 (fp64 for fp64 inputs) whatever dtype its weight has.
+
+    beta and the gate act through sums over thousands of tokens, where bf16 logits would show.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+
+
+def document_start_from_eos(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:
+    """Index of the first token of every token's document, [B, T] int32, from tokens [B, T].
+
+    An end-of-text token is the last of its document.
+    """
+    position = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    first = torch.zeros_like(tokens, dtype=torch.bool)
+    first[:, 1:] = tokens[:, :-1] == eos_id
+    return torch.where(first, position, 0).cummax(dim=1).values.to(torch.int32)
+
+
+def _heads(features: int, head_dim: int, name: str) -> int:
+    if features % head_dim:
+        raise ValueError(
+            f"{name}.out_features must be a multiple of head_dim = {head_dim}, got {features}"
+        )
+    return features // head_dim
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
