@@ -1,0 +1,221 @@
+"""One chunk: the UT transform's triangular inverse, and the gradients of everything a chunk's factors enter.
+
+With W [C, D] the chunk's unit vectors, B = diag(beta), S = strict upper triangle of W W^T:
+
+    M = I + B S        X = M^-1 B        H_1 ... H_C = P = I - W^T X W
+
+    low = lower triangle of Q W^T        q_start = Q - (low X^T) W
+    up  = strict upper part of K W^T     k_end   = K - (up X) W
+    local logits = Q K^T - low X^T up^T
+
+Gradients, with A = low X^T, E = up X and dL those of the local logits:
+
+    dA   = -dq_start W^T - dL up                 dE  = -dk_end W^T
+    dlow = lower(dA X)                           dup = strict upper(dE X^T - dL^T A)
+    dQ   = dq_start + dL K + dlow W              dK  = dk_end + dL^T Q + dup W
+    dX   = dA^T low + up^T dE - W dP W^T
+    dW   = dlow^T Q + dup^T K - A^T dq_start - E^T dk_end - X W dP^T - X^T W dP
+    Y    = M^-T dX,  dM = -Y X^T,  dbeta = diag(Y) + rowsum(dM S),  dS = strict upper(B dM),  dW += (dS + dS^T) W
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import load_square, load_tile, store_tile
+
+
+@triton.jit
+def unit_upper_inverse(n, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + n)^-1 for n strictly upper triangular [SIZE, SIZE], by blocked substitution.
+
+    Rows of the 16 x 16 diagonal blocks first, in plain fp32; then blocks are merged pairwise:
+    the inverse of [[a, e], [0, d]] has -a^-1 e d^-1 in its corner.
+    """
+    BASE: tl.constexpr = 16
+    PARTS: tl.constexpr = SIZE // BASE
+    part = tl.arange(0, PARTS)
+    same = (part[:, None] == part[None, :])[:, None, :, None]
+    diagonal = tl.sum(tl.where(same, tl.reshape(n, [PARTS, BASE, PARTS, BASE]), 0.0), axis=2)
+    row = tl.arange(0, BASE)[None, :, None]
+    inverse = tl.where(row == tl.arange(0, BASE)[None, None, :], 1.0, 0.0) + tl.zeros_like(diagonal)
+    for step in range(1, BASE):
+        here = row == BASE - 1 - step
+        coefficients = tl.sum(tl.where(here, diagonal, 0.0), axis=1)
+        update = tl.sum(coefficients[:, :, None] * inverse, axis=1)
+        inverse = tl.where(here, inverse - update[:, None, :], inverse)
+    spread = tl.where(same, inverse[:, :, None, :], 0.0)
+    inverse = tl.reshape(spread, [SIZE, SIZE])
+    block = tl.arange(0, SIZE) // BASE
+    for level in tl.static_range(2 if SIZE == 64 else 1):
+        left = block >> level
+        corner = (left[:, None] + 1 == left[None, :]) & (left[:, None] % 2 == 0)
+        edge = tl.dot(tl.where(corner, n, 0.0), inverse, input_precision=PRECISION)
+        inverse -= tl.dot(inverse, edge, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit
+def chunk_inverse_kernel(
+    w_ptr, beta_ptr, inverse_ptr,
+    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
+    T, H, num_chunks,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """M^-1 [C, C] of every chunk, fp32."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    b, h = (head // H).to(tl.int64), head % H
+    w = load_tile(w_ptr + b * stride_wb + h * stride_wh, chunk * CHUNK, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
+    offs = tl.arange(0, CHUNK)
+    rows = chunk * CHUNK + offs
+    beta = tl.load(beta_ptr + b * stride_bb + h * stride_bh + rows * stride_bt, mask=rows < T, other=0.0)
+    s = tl.dot(w, tl.trans(w), input_precision=DOT_PRECISION)
+    n = tl.where(offs[:, None] < offs[None, :], beta[:, None] * s, 0.0)
+    inverse = unit_upper_inverse(n, CHUNK, SOLVE_PRECISION)
+    index = head.to(tl.int64) * num_chunks + chunk
+    store_tile(inverse_ptr, index * CHUNK, CHUNK, (index + 1) * CHUNK, inverse, CHUNK, CHUNK, CHUNK)
+
+
+@triton.jit
+def load_factors(
+    w_ptr, beta_ptr, inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """W [C, D] and X [C, C] of one chunk; w_ptr and beta_ptr already point at the head."""
+    w = load_tile(w_ptr, chunk * CHUNK, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
+    rows = chunk * CHUNK + tl.arange(0, CHUNK)
+    beta = tl.load(beta_ptr + rows * stride_bt, mask=rows < T, other=0.0)
+    inverse = load_square(inverse_ptr, head.to(tl.int64) * num_chunks + chunk, CHUNK)
+    return w, inverse * beta[None, :]
+
+
+@triton.jit
+def reflect(t, w, x, PRECISION: tl.constexpr):
+    """Rows t (I - W^T X W): keys to the end of the chunk (W, X). With X^T: queries to its start."""
+    w = w.to(tl.float32)
+    tw = tl.dot(t, tl.trans(w), input_precision=PRECISION)
+    return t - tl.dot(tl.dot(tw, x, input_precision=PRECISION), w, input_precision=PRECISION)
+
+
+@triton.jit
+def outer_gradient(dx, dw, a, c, w, x, PRECISION: tl.constexpr):
+    """Adds the gradients of P = I - W^T X W for dP = a^T c, with a, c [C, D]."""
+    aw = tl.dot(a, tl.trans(w), input_precision=PRECISION)
+    cw = tl.dot(c, tl.trans(w), input_precision=PRECISION)
+    dx -= tl.dot(tl.trans(aw), cw, input_precision=PRECISION)
+    cx = tl.dot(cw, tl.trans(x), input_precision=PRECISION)
+    dw -= tl.dot(tl.trans(cx), a, input_precision=PRECISION)
+    ax = tl.dot(aw, x, input_precision=PRECISION)
+    dw -= tl.dot(tl.trans(ax), c, input_precision=PRECISION)
+    return dx, dw
+
+
+@triton.jit
+def chunk_backward_kernel(
+    q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr,
+    dq_start_ptr, dk_end_ptr, d_local_ptr, q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, d_product_ptr,
+    dq_ptr, dk_ptr, dw_ptr, d_beta_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
+    stride_dqb, stride_dqt, stride_dqh, stride_dkb, stride_dkt, stride_dkh,
+    stride_dwb, stride_dwt, stride_dwh, stride_dbb, stride_dbt, stride_dbh,
+    T, H, num_chunks, num_levels, total_rows, num_blocks,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, DOT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dw, dbeta of one chunk, from the gradients of q_start, k_end, the local logits and P."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    b, h = (head // H).to(tl.int64), head % H
+    head = head.to(tl.int64)
+    first = chunk * CHUNK
+    w_ptr += b * stride_wb + h * stride_wh
+    beta_ptr += b * stride_bb + h * stride_bh
+    offs = tl.arange(0, CHUNK)
+    upper = offs[:, None] < offs[None, :]
+
+    k = load_tile(k_ptr + b * stride_kb + h * stride_kh, first, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
+    w = load_tile(w_ptr, first, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
+    rows = first + offs
+    beta = tl.load(beta_ptr + rows * stride_bt, mask=rows < T, other=0.0)
+    inverse = load_square(inverse_ptr, head * num_chunks + chunk, CHUNK)
+    x = inverse * beta[None, :]
+    up = tl.where(upper, tl.dot(k, tl.trans(w), input_precision=DOT_PRECISION), 0.0)
+    s = tl.where(upper, tl.dot(w, tl.trans(w), input_precision=DOT_PRECISION), 0.0)
+    k32, w32 = k.to(tl.float32), w.to(tl.float32)
+
+    index = head * num_chunks + chunk
+    dk_end = load_tile(dk_end_ptr, index * CHUNK, BLOCK_D, (index + 1) * CHUNK, CHUNK, BLOCK_D, BLOCK_D).to(tl.float32)
+    de = -tl.dot(dk_end, tl.trans(w32), input_precision=PRECISION)
+    e = tl.dot(up, x, input_precision=PRECISION)
+    dup = tl.dot(de, tl.trans(x), input_precision=PRECISION)
+    dx = tl.dot(tl.trans(up), de, input_precision=PRECISION)
+    dw = -tl.dot(tl.trans(e), dk_end, input_precision=PRECISION)
+    dk = dk_end
+
+    for g in range(GROUP):
+        q_head = head * GROUP + g
+        q = load_tile(q_ptr + b * stride_qb + (h * GROUP + g) * stride_qh, first, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
+        index = q_head * num_chunks + chunk
+        dq_start = load_tile(
+            dq_start_ptr, index * CHUNK, BLOCK_D, (index + 1) * CHUNK, CHUNK, BLOCK_D, BLOCK_D
+        ).to(tl.float32)
+        d_local = load_square(d_local_ptr, index, CHUNK)
+        low = tl.where(offs[:, None] >= offs[None, :], tl.dot(q, tl.trans(w), input_precision=DOT_PRECISION), 0.0)
+        a = tl.dot(low, tl.trans(x), input_precision=PRECISION)
+        da = -tl.dot(dq_start, tl.trans(w32), input_precision=PRECISION)
+        da -= tl.dot(d_local, up, input_precision=PRECISION)
+        d_low = tl.where(offs[:, None] >= offs[None, :], tl.dot(da, x, input_precision=PRECISION), 0.0)
+        dx += tl.dot(tl.trans(da), low, input_precision=PRECISION)
+        q32 = q.to(tl.float32)
+        dq = dq_start + tl.dot(d_local, k32, input_precision=PRECISION)
+        dq += tl.dot(d_low, w32, input_precision=PRECISION)
+        store_tile(
+            dq_ptr + b * stride_dqb + (h * GROUP + g) * stride_dqh, first, stride_dqt, T, dq, CHUNK, BLOCK_D, HEAD_DIM
+        )
+        dw += tl.dot(tl.trans(d_low), q32, input_precision=PRECISION)
+        dw -= tl.dot(tl.trans(a), dq_start, input_precision=PRECISION)
+        dup -= tl.dot(tl.trans(d_local), a, input_precision=PRECISION)
+        dk += tl.dot(tl.trans(d_local), q32, input_precision=PRECISION)
+        if (num_levels > 1) & (chunk % 2 == 0) & (first + CHUNK < T):
+            # level 0: this chunk's P moved the queries of its right sibling
+            base = q_head * total_rows * BLOCK_D
+            row = chunk // 2 * CHUNK
+            moved = load_tile(dq_levels_ptr + base, row, BLOCK_D, row + T - first - CHUNK, CHUNK, BLOCK_D, BLOCK_D)
+            here = load_tile(q_levels_ptr + base, row, BLOCK_D, row + T - first - CHUNK, CHUNK, BLOCK_D, BLOCK_D)
+            dx, dw = outer_gradient(dx, dw, moved.to(tl.float32), here.to(tl.float32), w32, x, PRECISION)
+    dup = tl.where(upper, dup, 0.0)
+    dk += tl.dot(dup, w32, input_precision=PRECISION)
+    store_tile(dk_ptr + b * stride_dkb + h * stride_dkh, first, stride_dkt, T, dk, CHUNK, BLOCK_D, HEAD_DIM)
+    dw += tl.dot(tl.trans(dup), k32, input_precision=PRECISION)
+    if (num_levels > 1) & (chunk % 2 == 1):
+        # level 0: this chunk's P moved the keys of its left sibling
+        base = head * total_rows * BLOCK_D
+        row = chunk // 2 * CHUNK
+        moved = load_tile(dk_levels_ptr + base, row, BLOCK_D, row + CHUNK, CHUNK, BLOCK_D, BLOCK_D)
+        here = load_tile(k_levels_ptr + base, row, BLOCK_D, row + CHUNK, CHUNK, BLOCK_D, BLOCK_D)
+        dx, dw = outer_gradient(dx, dw, here.to(tl.float32), moved.to(tl.float32), w32, x, PRECISION)
+
+    if chunk // 2 < num_blocks:
+        # dP of the chunk is that of the block of two, times the sibling's product: W dP and X W dP^T suffice
+        sibling = chunk + 1 - 2 * (chunk % 2)
+        ws, xs = load_factors(
+            w_ptr, beta_ptr, inverse_ptr, sibling, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK
+        )
+        d_product = load_square(d_product_ptr, head * num_blocks + chunk // 2, BLOCK_D)
+        xw = tl.dot(x, w32, input_precision=PRECISION)
+        if chunk % 2 == 0:
+            wd = reflect(tl.dot(w32, d_product, input_precision=PRECISION), ws, tl.trans(xs), PRECISION)
+            xd = tl.dot(reflect(xw, ws, xs, PRECISION), tl.trans(d_product), input_precision=PRECISION)
+        else:
+            wd = tl.dot(reflect(w32, ws, tl.trans(xs), PRECISION), d_product, input_precision=PRECISION)
+            xd = reflect(tl.dot(xw, tl.trans(d_product), input_precision=PRECISION), ws, xs, PRECISION)
+        dx -= tl.dot(wd, tl.trans(w32), input_precision=PRECISION)
+        dw -= xd + tl.dot(tl.trans(x), wd, input_precision=PRECISION)
+
+    y = tl.dot(tl.trans(inverse), dx, input_precision=PRECISION)
+    dm = -tl.dot(y, tl.trans(x), input_precision=PRECISION)
+    d_beta = tl.sum(tl.where(offs[:, None] == offs[None, :], y, 0.0) + dm * s, 1)
+    ds = tl.where(upper, beta[:, None] * dm, 0.0)
+    dw += tl.dot(ds + tl.trans(ds), w32, input_precision=PRECISION)
+    store_tile(dw_ptr + b * stride_dwb + h * stride_dwh, first, stride_dwt, T, dw, CHUNK, BLOCK_D, HEAD_DIM)
+    tl.store(d_beta_ptr + b * stride_dbb + h * stride_dbh + rows * stride_dbt, d_beta, mask=rows < T)
