@@ -91,9 +91,11 @@ def _check(
     if (w is None) != (beta is None):
         given, missing = ("w", "beta") if beta is None else ("beta", "w")
         raise ValueError(f"w and beta must come together, got {given} without {missing}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions [B, T, heads, D], got {list(x.shape)}")
+    for name, qkv in (("q", q), ("k", k), ("v", v)):
+        if qkv.ndim != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions [B, T, heads, D], got {list(qkv.shape)}"
+            )
     B, T, HQ, D = q.shape
     H, DV = v.shape[2:]
     for name, size in (("T", T), ("B", B), ("HQ", HQ), ("D", D), ("H", H), ("DV", DV)):
@@ -110,7 +112,8 @@ def _check(
 
     if q.dtype not in _DTYPES:
         raise TypeError(f"q must have a dtype of {list(_DTYPES)}, got {q.dtype}")
-    for name, x in (("k", k), ("v", v), ("w", w)):
+    optional: dict[str, Tensor | None] = {"k": k, "v": v, "w": w}
+    for name, x in optional.items():
         if x is not None and x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
     for name, x in (("beta", beta), ("log_gate", log_gate)):
@@ -119,8 +122,8 @@ def _check(
     if document_start is not None and document_start.dtype != torch.int32:
         raise TypeError(f"document_start must have dtype torch.int32, got {document_start.dtype}")
 
-    named = {"k": k, "v": v, "w": w, "beta": beta, "log_gate": log_gate}
-    for name, x in (named | {"document_start": document_start}).items():
+    optional |= {"beta": beta, "log_gate": log_gate, "document_start": document_start}
+    for name, x in optional.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
 

@@ -160,43 +160,45 @@ def sweep(q: Tensor, k: Tensor, product: Tensor | None, chunk: int) -> Iterator[
     """Yields the levels from small to large. q and k are overwritten; what was yielded is not."""
     length, half = q.shape[1], chunk
     while half < length:
-        moves = product is not None and 2 * half < length
+        moving = product if 2 * half < length else None
         pairs = [Square(t, t.rows_of(q), t.keys_of(k)) for t in squares(length, half)]
-        if moves:  # in place, below
+        if moving is not None:  # in place, below
             pairs = [Square(t, q_right.clone(), k_left.clone()) for t, q_right, k_left in pairs]
-        level = Level(half, product if moves else None, pairs)
+        level = Level(half, moving, pairs)
         yield level
-        if moves:
-            product = _move_up(level, q, k)
+        if moving is not None:
+            product = _move_up(level, moving, q, k)
         half *= 2
 
 
-def _move_up(level: Level, q: Tensor, k: Tensor) -> Tensor:
+def _move_up(level: Level, product: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Moves q and k to the frame of the next level; returns the products of its complete blocks."""
-    product = level.product[:, :0]
+    joined = product[:, :0]
     for tile, q_right, k_left in level.squares:
-        left = level.left(tile, level.product)
+        left = level.left(tile, product)
         tile.rows_of(q).copy_((q_right.flatten(2, 3) @ left.mT).view(q_right.shape))
         if tile.span == 2 * level.half:
-            right = level.right(tile, level.product)
+            right = level.right(tile, product)
             tile.keys_of(k).copy_(k_left @ right)
-            product = left @ right
-    return product
+            joined = left @ right
+    return joined
 
 
-def _move_down(level: Level, dq: Tensor, dk: Tensor, d_next: Tensor | None) -> Tensor:
+def _move_down(
+    level: Level, product: Tensor, dq: Tensor, dk: Tensor, d_next: Tensor | None
+) -> Tensor:
     """The transpose of _move_up. Moves dq and dk back in place.
 
-    d_next: gradient of the products that _move_up returned. Returns that of level.product.
+    d_next: gradient of the products that _move_up returned. Returns that of `product`.
     """
-    d_product = torch.zeros_like(level.product)
+    d_product = torch.zeros_like(product)
     for tile, q_right, k_left in level.squares:
-        left, d_left = level.left(tile, level.product), level.left(tile, d_product)
+        left, d_left = level.left(tile, product), level.left(tile, d_product)
         moved = tile.rows_of(dq).flatten(2, 3)
         d_left += moved.mT @ q_right.flatten(2, 3)
         tile.rows_of(dq).copy_((moved @ left).view(q_right.shape))
         if tile.span == 2 * level.half:
-            right, d_right = level.right(tile, level.product), level.right(tile, d_product)
+            right, d_right = level.right(tile, product), level.right(tile, d_product)
             moved = tile.keys_of(dk)
             d_right += k_left.mT @ moved
             moved.copy_(moved @ right.mT)
@@ -207,15 +209,20 @@ def _move_down(level: Level, dq: Tensor, dk: Tensor, d_next: Tensor | None) -> T
 
 
 class _Slice(NamedTuple):
-    """Some heads of a call, padded to whole chunks; q carries the scale."""
+    """Some heads of a call, padded to whole chunks, in compute precision; q carries the scale."""
 
+    heads: slice  # of the B * H folded ones
     q: Tensor  # [Z, T, R, D]
     k: Tensor  # [Z, T, D]
     v: Tensor  # [Z, T, DV]
-    w: Tensor | None  # [Z, T, D]
-    beta: Tensor | None  # [Z, T]
+    reflections: tuple[Tensor, Tensor] | None  # w [Z, T, D] and beta [Z, T]
     bias: Bias
     chunk: int
+
+    def take(self, x: Tensor, pad_value: float = 0.0) -> Tensor:
+        """The slice's part of a folded tensor [B * H, T, ...], padded, in compute precision."""
+        padding = self.q.shape[1] - x.shape[1]
+        return _pad(x[self.heads].to(self.q.dtype), padding, pad_value)
 
     def own_tile(self) -> Tile:
         """The triangles of all chunks."""
@@ -224,13 +231,14 @@ class _Slice(NamedTuple):
 
     def chunked(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, w, beta as chunk_transform takes them."""
-        N, C = self.q.shape[1] // self.chunk, self.chunk
-        k, w, beta = (x.unflatten(1, (N, C)) for x in (self.k, self.w, self.beta))
-        return self.q.unflatten(1, (N, C)).flatten(2, 3), k, w, beta
+        assert self.reflections is not None
+        inputs = (self.q, self.k, *self.reflections)
+        q, k, w, beta = (x.unflatten(1, (-1, self.chunk)) for x in inputs)
+        return q.flatten(2, 3), k, w, beta
 
     def start(self) -> tuple[Chunks | None, Tensor, Tensor, Tensor, Tensor | None]:
         """Chunks, logits of the own triangles, and the q, k, product that the sweep starts from."""
-        if self.w is None:
+        if self.reflections is None:
             q, k = (x.unflatten(1, (-1, self.chunk)) for x in (self.q, self.k))
             return None, q.flatten(2, 3) @ k.mT, self.q, self.k, None
         chunks = chunk_transform(*self.chunked())
@@ -258,18 +266,17 @@ def attention_forward(
     log_gate: Tensor | None,
     document_start: Tensor | None,
     scale: float,
-    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as path_attention. Returns out [B, T, HQ, DV] in q's dtype and lse [B, HQ, T]."""
     B, T, H = k.shape[:3]
     results = []
-    for part in _slices(q, k, v, w, beta, log_gate, document_start, scale, chunk):
+    for part in _slices(q, k, v, w, beta, log_gate, document_start, scale):
         own = part.own_tile()
         softmax = OnlineSoftmax(part.q, part.v)
         _, logits, q_start, k_end, product = part.start()
-        logits = logits.unflatten(2, (chunk, -1))
+        logits = logits.unflatten(2, (part.chunk, -1))
         softmax.add(part.bias.add_(logits, own), part.v, own)
-        for level in sweep(q_start, k_end, product, chunk):
+        for level in sweep(q_start, k_end, product, part.chunk):
             for tile, _, _, _, logits in part.tiles_of(level):
                 softmax.add(logits, part.v, tile)
         out, lse = softmax.finish()
@@ -291,25 +298,19 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-    chunk: int = CHUNK,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, w, beta, log_gate, each in its input's dtype (None for None)."""
     B, T, H = k.shape[:3]
     inputs = (q, k, v, w, beta, log_gate)
     d_out, out, lse = (_fold(x, H) for x in (d_out, out, lse.mT))
     results = []
-    done = 0
-    for part in _slices(*inputs, document_start, scale, chunk):
-        here = slice(done, done + part.q.shape[0])
-        done = here.stop
-        padding = part.q.shape[1] - T
-        d_out_here, out_here = (_pad(x[here].to(part.q.dtype), padding) for x in (d_out, out))
+    for part in _slices(*inputs, document_start, scale):
         # exp(S - inf) = 0: padded rows take no part, whatever their logits are.
-        lse_here = _pad(lse[here], padding, float("inf"))
-        softmax = SoftmaxGradient(d_out_here, out_here, lse_here, part.v, part.bias)
-        grads = _slice_backward(part, softmax, scale)
-        cast = zip(grads, inputs, strict=True)
-        results.append([None if g is None else g[:, :T].to(x.dtype) for g, x in cast])
+        softmax = SoftmaxGradient(
+            part.take(d_out), part.take(out), part.take(lse, float("inf")), part.v, part.bias
+        )
+        pairs = zip(_slice_backward(part, softmax, scale), inputs, strict=True)
+        results.append([None if g is None or x is None else g[:, :T].to(x.dtype) for g, x in pairs])
     return tuple(
         None if x[0] is None else _unfold(torch.cat(x), B) for x in zip(*results, strict=True)
     )
@@ -327,7 +328,7 @@ def _slice_backward(
     while levels:
         level = levels.pop()
         if level.product is not None:
-            d_product = _move_down(level, dq, dk, d_product)
+            d_product = _move_down(level, level.product, dq, dk, d_product)
         for tile, square, pairs, rows, logits in part.tiles_of(level):
             ds = softmax.add(logits, tile)
             dq_tile = tile.rows_of(dq)
@@ -364,11 +365,10 @@ def _slices(
     log_gate: Tensor | None,
     document_start: Tensor | None,
     scale: float,
-    chunk: int,
 ) -> Iterator[_Slice]:
     """The call's heads in slices of about SLICE_ELEMENTS logits of chunks, in compute precision."""
     T, H = k.shape[1:3]
-    padding = -T % chunk
+    padding = -T % CHUNK
     dtype = torch.promote_types(q.dtype, torch.float32)
     earliest = start = gate = None
     if document_start is not None:
@@ -378,28 +378,27 @@ def _slices(
         start = document_start.repeat_interleave(H, 0)
     if log_gate is not None:
         gate = _fold(log_gate, H).double().cumsum(1)
-    q, k, v = (_fold(x, H) for x in (q, k, v))
-    if w is not None:
-        w, beta = _fold(w, H), _fold(beta, H)
+    q, k, v = _fold(q, H), _fold(k, H).squeeze(2), _fold(v, H).squeeze(2)
+    w, beta = (None if x is None else _fold(x, H).squeeze(2) for x in (w, beta))
 
     def take(x: Tensor, at: slice) -> Tensor:
         return _pad(x[at].to(dtype), padding)
 
-    step = max(1, SLICE_ELEMENTS // (q.shape[2] * (T + padding) * chunk))
+    step = max(1, SLICE_ELEMENTS // (q.shape[2] * (T + padding) * CHUNK))
     for z in range(0, q.shape[0], step):
         at = slice(z, z + step)
         yield _Slice(
+            heads=at,
             q=take(q, at) * scale,
-            k=take(k, at).squeeze(2),
-            v=take(v, at).squeeze(2),
-            w=None if w is None else take(w, at).squeeze(2),
-            beta=None if beta is None else take(beta, at).squeeze(2),
+            k=take(k, at),
+            v=take(v, at),
+            reflections=None if w is None or beta is None else (take(w, at), take(beta, at)),
             bias=Bias(
                 gate=None if gate is None else _pad(gate[at], padding),
                 start=None if start is None else _pad(start[at], padding),
                 earliest=earliest,
             ),
-            chunk=chunk,
+            chunk=CHUNK,
         )
 
 

@@ -10,8 +10,11 @@ runs.
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,53 +40,88 @@ _library.define(
 )
 
 
-def _attention(q, k, v, w, beta, log_gate, document_start, scale, implementation):
+_Optional = Tensor | None
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: _Optional,
+    beta: _Optional,
+    log_gate: _Optional,
+    document_start: _Optional,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
     if document_start is not None and document_start.device.type == "cpu":
         check_document_start(document_start)
     inputs = (q, k, v, w, beta, log_gate, document_start)
     # Autocast would run the fp32 transform in bf16.
     with torch.autocast(q.device.type, enabled=False):
-        return _backend(implementation, inputs).attention_forward(*inputs, scale)
+        return _backend(q.device, implementation, inputs).attention_forward(*inputs, scale)
 
 
 def _attention_backward(
-    d_out, q, k, v, w, beta, log_gate, document_start, out, lse, scale, implementation
-):
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: _Optional,
+    beta: _Optional,
+    log_gate: _Optional,
+    document_start: _Optional,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, ...]:
     inputs = (q, k, v, w, beta, log_gate, document_start)
     with torch.autocast(q.device.type, enabled=False):
-        grads = _backend(implementation, inputs).attention_backward(d_out, *inputs, out, lse, scale)
+        backend = _backend(q.device, implementation, inputs)
+        grads = backend.attention_backward(d_out, *inputs, out, lse, scale)
     return tuple(q.new_empty(0) if g is None else g for g in grads)
 
 
-def _backend(implementation: str, inputs: tuple[Tensor | None, ...]):
+def _backend(
+    device: torch.device, implementation: str, inputs: tuple[_Optional, ...]
+) -> ModuleType:
     """The module that computes this case: path_backend.dyadic or path_backend.kernels.launch."""
-    device = inputs[0].device.type
-    if implementation == "torch" or (implementation == "auto" and device != "cuda"):
+    if implementation == "torch" or (implementation == "auto" and device.type != "cuda"):
         return dyadic
     reason = _why_not_kernels(device, inputs)
     if reason is None:
-        from path_backend.kernels import launch
-
-        return launch
+        return _load_launch()
     if implementation == "triton":
         raise NotImplementedError(f"implementation='triton' does not cover this call: {reason}")
-    # The default filter of Python shows each text once per place.
-    warnings.warn(f"path_attention runs its torch form: {reason}", stacklevel=2)
+    _announce(reason)
     return dyadic
 
 
-def _why_not_kernels(device: str, inputs: tuple[Tensor | None, ...]) -> str | None:
+def _why_not_kernels(device: torch.device, inputs: tuple[_Optional, ...]) -> str | None:
     """Why the Triton kernels cannot take this call, or None."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device != "cuda" and not interpreted:
+    if device.type != "cuda" and not interpreted:
         return f"tensors are on {device}; the kernels need CUDA, or TRITON_INTERPRET=1"
     try:
-        from path_backend.kernels import launch
+        launch = _load_launch()
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "triton":
             raise
         return "triton is not installed"
     return launch.unsupported_reason(*inputs)
+
+
+def _load_launch() -> ModuleType:
+    from path_backend.kernels import launch
+
+    return launch
+
+
+@functools.cache
+def _announce(reason: str) -> None:
+    """Warns once per reason."""
+    warnings.warn(f"path_attention runs in plain torch, not on kernels: {reason}", stacklevel=3)
 
 
 def check_document_start(document_start: Tensor) -> None:
@@ -101,21 +139,28 @@ def check_document_start(document_start: Tensor) -> None:
         )
 
 
-def _attention_fake(q, k, v, w, beta, log_gate, document_start, scale, implementation):
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     B, T, HQ, _ = q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(B, T, HQ, v.shape[3]), q.new_empty(B, HQ, T, dtype=lse_dtype)
 
 
 def _attention_backward_fake(
-    d_out, q, k, v, w, beta, log_gate, document_start, out, lse, scale, implementation
-):
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: _Optional,
+    beta: _Optional,
+    log_gate: _Optional,
+    *_: Any,
+) -> tuple[Tensor, ...]:
     return tuple(
         q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, w, beta, log_gate)
     )
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale, ctx.implementation = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
@@ -123,8 +168,8 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*tensors, out, lse)
 
 
-def _differentiate(ctx, d_out, d_lse):
-    grads = [None] * 9
+def _differentiate(ctx: Any, d_out: _Optional, d_lse: None) -> tuple[_Optional, ...]:
+    grads: list[_Optional] = [None] * 9
     if d_out is not None:
         computed = torch.ops.path_backend.attention_backward(
             d_out, *ctx.saved_tensors, ctx.scale, ctx.implementation
@@ -133,6 +178,11 @@ def _differentiate(ctx, d_out, d_lse):
             if ctx.needs_input_grad[i]:
                 grads[i] = grad
     return tuple(grads)
+
+
+def _refuse(ctx: Any, *grads: _Optional) -> None:
+    # Without it torch only warns, and the gradient lacks this op's part.
+    raise RuntimeError("path_attention has no second derivative")
 
 
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
@@ -144,3 +194,4 @@ torch.library.register_fake(
 torch.library.register_autograd(
     "path_backend::attention", _differentiate, setup_context=_save, lib=_library
 )
+torch.library.register_autograd("path_backend::attention_backward", _refuse, lib=_library)

@@ -36,7 +36,7 @@ def path_attention_reference(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q = q.to(dtype)
     k, v = (x.to(dtype).repeat_interleave(repeat, 2) for x in (k, v))
-    if w is not None:
+    if w is not None and beta is not None:
         w = w.to(dtype).repeat_interleave(repeat, 2)
         beta = beta.to(dtype).repeat_interleave(repeat, 2).unsqueeze(-1)
 
@@ -46,7 +46,7 @@ def path_attention_reference(
         x = torch.cat([q[:, j : j + 1], x], 1)
         column = (x * k[:, j : j + 1]).sum(-1)
         columns.append(torch.nn.functional.pad(column, (0, 0, j, 0)))
-        if w is not None:
+        if w is not None and beta is not None:
             w_j = w[:, j : j + 1]
             x = x - beta[:, j : j + 1] * w_j * (w_j * x).sum(-1, keepdim=True)
     logits = torch.stack(columns[::-1], -1) * scale  # [B, T, HQ, T]

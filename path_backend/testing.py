@@ -7,7 +7,7 @@ a case holds the same numbers on every device and, up to rounding, in every dtyp
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,8 @@ class Inputs(NamedTuple):
         """Fresh leaves that require gradients, with the same strides; of another dtype if given."""
         return self.map(lambda x: x.detach().to(dtype or x.dtype).requires_grad_())
 
-    def call(self, function: Callable[..., Tensor], **options) -> Tensor:
+    def call(self, function: Callable[..., Tensor], **options: Any) -> Tensor:
+        """The function on these inputs."""
         return function(*self[:6], document_start=self.document_start, **options)
 
 
@@ -69,7 +70,8 @@ def make_inputs(
 ) -> Inputs:
     """Leaves that require gradients.
 
-    w: "random", "constant" (one direction and 1 % of noise), or None for no reflections. beta: a key of BETAS. beta and log_gate are fp32, fp64 for fp64.
+    w: "random", "constant" (one direction and 1 % of noise), None (no
+    reflections). beta: a key of BETAS. beta and log_gate are fp32, fp64 for fp64.
     documents: about eight per row, at random places. strided: q, k, v, w as views of wider
     tensors and beta, log_gate transposed.
     """
@@ -112,7 +114,10 @@ def draw_documents(B: int, T: int, generator: torch.Generator) -> Tensor:
 
 
 def run(
-    function: Callable[..., Tensor], inputs: Inputs, d_out: Tensor | None = None, **options
+    function: Callable[..., Tensor],
+    inputs: Inputs,
+    d_out: Tensor | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """The output and the gradient of every input: {"out": ..., "dq": ..., ..., "dlog_gate": ...}.
 

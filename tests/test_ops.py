@@ -1,0 +1,202 @@
+"""The ops as the dispatcher, the compiler and selective checkpointing see them."""
+
+import shutil
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from path_backend import dyadic, kernels, ops, path_attention
+from path_backend.testing import assert_exact, make_inputs, run
+
+CASES = {
+    "path": dict(HQ=4, DV=8),
+    "path_fox": dict(gate=True, documents=True),
+    "fox": dict(w=None, gate=True),
+    "nope": dict(w=None),
+    "bf16": dict(gate=True, dtype=torch.bfloat16),
+}
+
+
+def op_arguments(**case):
+    return (*make_inputs(70, **case), 0.25, "torch")
+
+
+@pytest.fixture
+def forward_calls(monkeypatch):
+    """A list that grows by one at each run of the forward."""
+    calls, forward = [], dyadic.attention_forward
+
+    def counted(*args):
+        calls.append(None)
+        return forward(*args)
+
+    monkeypatch.setattr(dyadic, "attention_forward", counted)
+    return calls
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck_forward(case):
+    """Catches a wrong schema, a fake that lies about its outputs, a missing gradient."""
+    torch.library.opcheck(torch.ops.path_backend.attention.default, op_arguments(**CASES[case]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck_backward(case):
+    """Catches the same in the backward op, and gradients that alias one another or an input."""
+    inputs = make_inputs(70, **CASES[case]).map(torch.detach)
+    out, lse = torch.ops.path_backend.attention(*inputs, 0.25, "torch")
+    arguments = (torch.randn_like(out), *inputs, out, lse, 0.25, "torch")
+    torch.library.opcheck(torch.ops.path_backend.attention_backward.default, arguments)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_into_one_graph(case, dynamic):
+    """Catches a graph break in the checks, and lengths that are baked in."""
+    torch._dynamo.reset()
+    compiled = torch.compile(path_attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for T in (70, 131) if dynamic else (70,):
+        inputs = make_inputs(T, **CASES[case])
+        assert_exact(run(compiled, inputs), run(path_attention, inputs), 1e-12)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+def test_compiles_with_inductor():
+    """Catches strides or dtypes that only generated code depends on."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, *rest, **options: path_attention(2 * q, *rest, **options).sin(), fullgraph=True
+    )
+    inputs = make_inputs(70, gate=True, documents=True)
+
+    def eager(q, *rest, **options):
+        return path_attention(2 * q, *rest, **options).sin()
+
+    assert_exact(run(compiled, inputs), run(eager, inputs), 1e-12)
+
+
+@pytest.mark.parametrize("saved, expected", [(True, 1), (False, 2)])
+def test_selective_checkpointing_keeps_the_output(forward_calls, saved, expected):
+    """Catches an op that a policy cannot name: attention would run twice per step."""
+    operators = [torch.ops.path_backend.attention.default] if saved else []
+    contexts = partial(create_selective_checkpoint_contexts, operators)
+    inputs = make_inputs(70)
+    out = checkpoint(path_attention, *inputs[:5], use_reentrant=False, context_fn=contexts)
+    out.sum().backward()
+    assert len(forward_calls) == expected
+    assert inputs.w.grad is not None
+
+
+def test_saves_only_inputs_output_and_lse():
+    """Catches a transform kept alive between forward and backward."""
+    inputs = make_inputs(200, gate=True, documents=True)
+    saved = []
+
+    def pack(x):
+        saved.append(x.shape)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = inputs.call(path_attention)
+    assert sorted(saved) == sorted([*(x.shape for x in inputs), out.shape, torch.Size([1, 2, 200])])
+
+
+def test_lse_is_the_natural_log_sum_exp_without_gradient():
+    """Catches base 2, a forgotten maximum, and a promise of a gradient that nobody computes."""
+    inputs = make_inputs(100, w=None)
+    _, lse = torch.ops.path_backend.attention(*inputs, 0.25, "torch")
+    logits = torch.einsum("bihd,bjhd->bhij", inputs.q, inputs.k) / 4
+    hidden = torch.ones(100, 100, dtype=torch.bool).triu(1)
+    assert torch.allclose(lse, logits.masked_fill(hidden, float("-inf")).logsumexp(-1), atol=1e-12)
+    assert not lse.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_of_outputs_and_gradients(dtype):
+    """Catches gradients in compute precision, or beta's gradient rounded to bf16."""
+    inputs = make_inputs(10, gate=True, dtype=dtype)
+    results = run(path_attention, inputs)
+    assert results["out"].dtype == dtype
+    for name, x in inputs.differentiable().items():
+        assert results[f"d{name}"].dtype == x.dtype
+        assert results[f"d{name}"].is_contiguous()
+
+
+def test_beta_and_gate_may_have_any_floating_dtype():
+    """Catches an op that is handed a bf16 beta, and gradients of another dtype than the leaf's."""
+    inputs = make_inputs(10, gate=True, dtype=torch.float32)
+    rounded = inputs._replace(beta=inputs.beta.bfloat16(), log_gate=inputs.log_gate.bfloat16())
+    rounded = rounded.leaves()
+    widened = rounded._replace(beta=rounded.beta.float(), log_gate=rounded.log_gate.float())
+    results = run(path_attention, rounded)
+    assert results["dbeta"].dtype == results["dlog_gate"].dtype == torch.bfloat16
+    assert torch.equal(results["out"], run(path_attention, widened)["out"])
+
+
+def test_only_the_gradients_that_are_needed():
+    """Catches gradients attached to inputs that asked for none."""
+    inputs = make_inputs(10).map(torch.detach)
+    inputs.v.requires_grad_()
+    inputs.call(path_attention).sum().backward()
+    assert inputs.v.grad is not None
+    assert inputs.q.grad is None and inputs.w.grad is None
+
+
+def test_an_expanded_gradient_of_the_output():
+    """Catches a backward that needs contiguous d(out): sum().backward() hands it stride 0."""
+    inputs = make_inputs(70)
+    ones = torch.ones(1, 70, 2, 16, dtype=torch.float64)
+    assert_exact(
+        run(path_attention, inputs, ones[:, :1, :1, :1].expand_as(ones)),
+        run(path_attention, inputs, ones),
+        1e-14,
+    )
+
+
+def test_autocast_leaves_the_transform_in_fp32():
+    """Catches an fp32 sweep that autocast turns into bf16, a hundred times less exact."""
+    inputs = make_inputs(200, dtype=torch.float32)
+    expected = run(path_attention, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = run(path_attention, inputs)
+    for name, want in expected.items():
+        assert torch.equal(results[name], want), name
+
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def fake_launch(monkeypatch):
+    """A stand-in for kernels.launch whose verdict the test sets."""
+    launch = SimpleNamespace(reason=None, unsupported_reason=lambda *inputs: launch.reason)
+    monkeypatch.setattr(kernels, "launch", launch, raising=False)
+    monkeypatch.setitem(sys.modules, "path_backend.kernels.launch", launch)
+    ops._announce.cache_clear()
+    return launch
+
+
+def test_auto_uses_the_kernels_where_they_cover_the_case(fake_launch):
+    """Catches a fallback that is always taken, and kernels tried on the CPU."""
+    assert ops._backend(CUDA, "auto", ()) is fake_launch
+    assert ops._backend(CUDA, "torch", ()) is dyadic
+    assert ops._backend(torch.device("cpu"), "auto", ()) is dyadic
+
+
+def test_auto_announces_its_fallback_once(fake_launch):
+    """Catches a silent slow path, and a warning at every layer and step."""
+    fake_launch.reason = "head dimension 100"
+    with pytest.warns(UserWarning, match="not on kernels: head dimension 100") as caught:
+        assert ops._backend(CUDA, "auto", ()) is dyadic
+        assert ops._backend(CUDA, "auto", ()) is dyadic
+    assert len(caught) == 1
+
+
+def test_interpreted_kernels_run_on_cpu_when_asked(fake_launch, monkeypatch):
+    """Catches kernel tests on CPU that quietly test the torch form."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert ops._backend(torch.device("cpu"), "triton", ()) is fake_launch
