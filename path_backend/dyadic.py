@@ -37,7 +37,7 @@ from path_backend.tiles import Bias, OnlineSoftmax, SoftmaxGradient, Tile
 
 CHUNK = 64
 # Queries of all heads in flight: above, the heads are worked through in slices.
-SLICE_ELEMENTS = 2**24
+SLICE_ELEMENTS = 2**20
 
 
 class Chunks(NamedTuple):
@@ -53,7 +53,7 @@ class Chunks(NamedTuple):
 
 
 def chunk_transform(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Chunks:
-    """q [Z, N, C * R, D]; k, w [Z, N, C, D]; beta [Z, N, C], all fp32 or fp64."""
+    """q [Z, N, C * R, D]; k, w [Z, N, C, D]; beta [Z, N, C], of one dtype."""
     C, D = k.shape[-2:]
     M = torch.eye(C, dtype=q.dtype, device=q.device) + beta.unsqueeze(-1) * (w @ w.mT).triu(1)
     X = torch.linalg.solve_triangular(M, torch.diag_embed(beta), upper=True)
@@ -230,10 +230,14 @@ class _Slice(NamedTuple):
         return Tile(0, self.q.shape[1] // C, C, (0, C), (0, C))
 
     def chunked(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, w, beta as chunk_transform takes them."""
+        """q, k, w, beta as chunk_transform takes them, in fp64.
+
+        For nearly parallel w and beta near 2, X and its products are sums of up to 64 alternating
+        terms: fp32 would lose six bits, and be 80 times less exact than reflections one by one.
+        """
         assert self.reflections is not None
         inputs = (self.q, self.k, *self.reflections)
-        q, k, w, beta = (x.unflatten(1, (-1, self.chunk)) for x in inputs)
+        q, k, w, beta = (x.double().unflatten(1, (-1, self.chunk)) for x in inputs)
         return q.flatten(2, 3), k, w, beta
 
     def start(self) -> tuple[Chunks | None, Tensor, Tensor, Tensor, Tensor | None]:
@@ -242,8 +246,9 @@ class _Slice(NamedTuple):
             q, k = (x.unflatten(1, (-1, self.chunk)) for x in (self.q, self.k))
             return None, q.flatten(2, 3) @ k.mT, self.q, self.k, None
         chunks = chunk_transform(*self.chunked())
-        q, k = chunks.q_start.view(self.q.shape), chunks.k_end.view(self.k.shape)
-        return chunks, chunks.logits, q, k, chunks.product
+        rounded = (chunks.logits, chunks.q_start, chunks.k_end, chunks.product)
+        logits, q, k, product = (x.to(self.q.dtype) for x in rounded)
+        return chunks, logits, q.view(self.q.shape), k.view(self.k.shape), product
 
     def tiles_of(self, level: Level) -> Iterator[tuple[Tile, Square, slice, slice, Tensor]]:
         """The level's non-empty tiles with their logits, and where they lie in their square."""
@@ -347,8 +352,9 @@ def _slice_backward(
     else:
         if d_product is None:
             d_product = torch.zeros_like(chunks.product)
+        grads = (dq_own.flatten(2, 3), dk_own, d_product, ds)
         dq, dk, dw, d_beta = chunk_transform_backward(
-            *part.chunked(), chunks, dq_own.flatten(2, 3), dk_own, d_product, ds
+            *part.chunked(), chunks, *(x.double() for x in grads)
         )
         dq, dk = dq.view(part.q.shape), dk.view(part.k.shape)
         dw, d_beta = dw.view(part.k.shape).unsqueeze(2), d_beta.flatten(1, 2).unsqueeze(2)
