@@ -1,5 +1,6 @@
 """What is built, pinned and installed: wheel, sdist, constraints, and the two scripts."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -229,3 +230,18 @@ def test_no_python_at_all_is_said(machine, tmp_path):
     _, error, code = machine.run("run_tests.sh", PYTHON="", PATH=str(tools))
     assert code == 1
     assert "expected Python 3.10 or newer on PATH, found none" in error
+
+
+def test_readme_lists_every_value_and_key_of_the_flag_with_its_default():
+    """Catches a README that a changed default, a new key or a renamed value has made wrong."""
+    pytest.importorskip("torchtitan")
+    from dataclasses import asdict
+    from typing import get_args
+
+    from path_backend.integration import job_config
+
+    readme = (ROOT / "README.md").read_text()
+    for value in get_args(job_config.Attention):
+        assert f"\n| `{value}` | " in readme
+    for key, default in asdict(job_config.Path()).items():
+        assert f"\n| `{key}` | `{json.dumps(default)}` | " in readme
