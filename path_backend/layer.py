@@ -117,7 +117,17 @@ class PathOperator(nn.Module):
         self.gate_scale = gate_scale
         self.implementation = implementation
 
-    def forward(self, q, k, v, *, w, beta, log_gate, document_start):
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        w: torch.Tensor | None,
+        beta: torch.Tensor | None,
+        log_gate: torch.Tensor | None,
+        document_start: torch.Tensor | None,
+    ) -> torch.Tensor:
         return path_attention(
             q,
             k,
@@ -207,10 +217,16 @@ class PathInputs(nn.Module):
         return w, beta, log_gate
 
     @torch.no_grad()
-    def _watch(self, w, beta, clipped, log_gate) -> None:
+    def _watch(
+        self,
+        w: torch.Tensor | None,
+        beta: torch.Tensor | None,
+        clipped: torch.Tensor | None,
+        log_gate: torch.Tensor | None,
+    ) -> None:
         """Overwrite `stats` on the device; recomputing a checkpointed layer repeats the values."""
         values = []
-        if beta is not None:
+        if w is not None and beta is not None and clipped is not None:
             eigenvalue = 1 - beta * w.to(beta.dtype).square().sum(-1)
             values += [beta.mean(), clipped.float().mean(), eigenvalue.min()]
         if log_gate is not None:

@@ -1,0 +1,11 @@
+"""What a stock run of torchtitan needs here, and nothing of the attention: CPU, dataset, models.
+
+torchtitan imports it by `[experimental] custom_import`.
+"""
+
+import tiny_models  # noqa: F401 (adds the flavors)
+
+from path_backend.integration import cpu, dataset
+
+cpu.activate_without_accelerator()
+dataset.register()

@@ -1,0 +1,264 @@
+"""What the configuration accepts, what it refuses and how, and what `default` leaves alone."""
+
+import ast
+import copy
+import difflib
+import inspect
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.config import ConfigManager
+from torchtitan.distributed import ParallelDims
+from torchtitan.models import llama3, qwen3
+from torchtitan.protocols.train_spec import get_train_spec
+
+from path_backend.integration import job_config, train_spec
+from path_backend.integration.flops import transform_flops_per_token
+from path_backend.integration.model import ATTENTIONS
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+DEBUG = ROOT / "configs" / "llama3_debug_path.toml"
+
+
+@pytest.fixture(autouse=True)
+def start_from_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)  # TOML files name the tokenizer relative to it
+
+
+def parse(*arguments, config=DEBUG):
+    return ConfigManager().parse_args([f"--job.config_file={config}", *arguments])
+
+
+def parse_toml(tmp_path, model, table=""):
+    """Parse a file with these lines under [model] and [model.path]."""
+    config = tmp_path / "job.toml"
+    config.write_text(
+        '[job]\ncustom_config_module = "path_backend.integration.job_config"\n'
+        f"[model]\n{model}\n[model.path]\n{table}\n"
+    )
+    return parse(config=config)
+
+
+def configured_args(job, flavor="debugmodel"):
+    """Arguments of a fresh wrapped spec after the trainer's call."""
+    stock = {"llama3": llama3, "qwen3": qwen3}[job.model.name].get_train_spec()
+    args = train_spec.wrap_train_spec(stock).model_args[flavor]
+    args.update_from_config(job)
+    return args
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_configs_parse(config):
+    """A shipped file with a key or a value that torchtitan or this package does not take."""
+    job = parse(config=config)
+    assert config.stem.endswith(job.model.attention)
+    assert config.stem.startswith(job.model.name)
+    args = configured_args(job, job.model.flavor)
+    json.dumps(asdict(args))  # the trainer logs them so
+
+
+def test_debug_configs_differ_by_few_lines():
+    """Debug files that drift apart, so that a comparison of attentions compares something else."""
+    base = DEBUG.read_text().splitlines()
+    for config in CONFIGS:
+        if "debug" in config.stem:
+            lines = list(difflib.unified_diff(base, config.read_text().splitlines(), n=0))
+            changed = [line for line in lines if line.startswith("+") and line[1:2] != "+"]
+            assert len(changed) <= 5, config
+
+
+def test_command_line_wins():
+    """Flags that argue with the file in vain."""
+    job = parse("--model.attention=path_fox", "--model.path.w_rank=0", "--model.path.document_mask")
+    assert job.model.attention == "path_fox"
+    assert job.model.path.w_rank == 0
+    assert job.model.path.document_mask is True
+
+
+def test_every_key_has_a_docstring():
+    """A key that nobody explained."""
+    for table in (job_config.Path, job_config.Model):
+        body = ast.parse(inspect.getsource(table)).body[0].body
+        for statement, following in zip(body, [*body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign):
+                assert isinstance(following, ast.Expr), statement.target.id
+
+
+def test_choices_are_listed_once():
+    """A value that the command line takes and the model does not, or the reverse."""
+    assert job_config.Attention.__args__ == ATTENTIONS
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("w_rank = -1", "model.path.w_rank must be an integer >= 0, got -1"),
+        ('w_rank = "32"', "model.path.w_rank must be an integer >= 0, got '32'"),
+        ("conv_width = 0", "model.path.conv_width must be an integer >= 1, got 0"),
+        ("beta_max = 2.5", r"model.path.beta_max must be a number in \(0, 2\], got 2.5"),
+        ("gate_scale = 0", "model.path.gate_scale must be a number > 0, got 0"),
+        ("document_mask = 1", "model.path.document_mask must be true or false, got 1"),
+        ('implementation = "c"', "model.path.implementation must be one of auto, torch, triton"),
+        ("w_rnk = 1", r"\[model.path\] \(keys: w_rank, conv_width, .*'w_rnk'"),
+    ],
+)
+def test_wrong_table(tmp_path, line, message):
+    """A wrong key or value accepted, or refused without its name, value and choices."""
+    with pytest.raises(ValueError, match=message):
+        parse_toml(tmp_path, 'attention = "path"', line)
+
+
+def test_wrong_attention(tmp_path):
+    """An unknown attention trained as another one: TOML values pass torchtitan unchecked."""
+    with pytest.raises((ValueError, SystemExit)) as error:
+        configured_args(parse_toml(tmp_path, 'attention = "pth"'))
+    assert "default, path, path_fox, fox, got 'pth'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flavor, argument, message",
+    [
+        ("8B", "--parallelism.tensor_parallel_degree=16", "must divide the 8 key/value heads"),
+        ("8B", "--parallelism.context_parallel_degree=2", "context_parallel_degree must be 1"),
+        ("8B", "--checkpoint.initial_load_in_hf", "initial_load_in_hf must be false"),
+        ("8B", "--checkpoint.last_save_in_hf", "last_save_in_hf must be false"),
+    ],
+)
+def test_refusals(flavor, argument, message):
+    """A job that would fail late, or train something else, being started."""
+    with pytest.raises(ValueError, match=message):
+        configured_args(parse(argument), flavor)
+    configured_args(parse(argument, "--model.attention=default"), flavor)
+
+
+def test_refuses_head_counts():
+    """Query heads that no key/value head belongs to."""
+    spec = llama3.get_train_spec()
+    spec.model_args = {"odd": llama3.TransformerModelArgs(n_heads=4, n_kv_heads=3)}
+    args = train_spec.wrap_train_spec(spec).model_args["odd"]
+    with pytest.raises(ValueError, match="multiple of n_kv_heads, but flavor .* has 4 and 3"):
+        args.update_from_config(parse())
+
+
+@pytest.mark.parametrize("stock", [llama3, qwen3], ids=["llama3", "qwen3"])
+def test_default_builds_the_stock_model(stock):
+    """`default` training a subclass, or arguments that differ from stock ones."""
+    spec = stock.get_train_spec()
+    job = parse("--model.attention=default", f"--model.name={stock.__name__.split('.')[-1]}")
+    args = configured_args(job)
+    with torch.device("meta"):
+        model = train_spec.wrap_train_spec(spec).model_cls(args)
+    expected = copy.deepcopy(spec.model_args["debugmodel"])
+    expected.update_from_config(job)
+    assert type(model) is spec.model_cls
+    assert type(model.model_args) is type(expected)
+    assert model.model_args == expected
+
+
+def test_flavors_are_copies():
+    """A job's values written into the flavors that stock code shares."""
+    configured_args(parse("--training.seq_len=77"))
+    assert llama3.llama3_args["debugmodel"].max_seq_len != 77
+
+
+def test_registered_lazily():
+    """The wrapped spec missing, or a stock model imported by a job that does not use it."""
+    spec = get_train_spec("qwen3")
+    assert isinstance(spec, train_spec._LazyTrainSpec)
+    assert spec.pipelining_fn is qwen3.get_train_spec().pipelining_fn
+    assert spec.model_args["debugmodel"].attention == "default"
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_model_keeps_names_and_norms(name):
+    """Parameters renamed, so that checkpoints, TP plans and float8 filters miss them."""
+    spec = train_spec.wrap_train_spec({"llama3": llama3, "qwen3": qwen3}[name].get_train_spec())
+    args = configured_args(parse(f"--model.name={name}", "--model.attention=path_fox"))
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+        stock = args.stock()
+        stock.attn_type = "sdpa"
+        stock_names = set(spec.model_cls.args[0](stock).state_dict())
+    names = set(model.state_dict())
+    new = {"w_down.weight", "w_up.weight", "conv.weight"}
+    new |= {f"{part}.{kind}" for part in ("beta", "gate") for kind in ("weight", "bias")}
+    expected_new = {f"layers.{i}.attention.path.{n}" for i in range(args.n_layers) for n in new}
+    assert names - stock_names == expected_new
+    assert stock_names <= names
+
+
+def test_float8_leaves_small_projections_alone():
+    """w, beta or gate in float8, where a norm and an exponential magnify the rounding."""
+    job = parse("--quantize.linear.float8.filter_fqns=output")
+    args = configured_args(job)
+    filters = job.quantize.linear.float8.filter_fqns
+    with torch.device("meta"):
+        model = train_spec.wrap_train_spec(llama3.get_train_spec()).model_cls(args)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            filtered = any(fragment in name for fragment in filters)
+            assert filtered == (".path." in name or name == "output"), name
+
+
+def test_flops_by_hand():
+    """MFU that leaves the reflections out, or counts them per wrong head or level."""
+    # 256 tokens are 4 chunks of 64: 2 levels. D = 16, 4 query heads on 2 key/value heads.
+    query = 2 * 64 * 16 + 2 * 64 * 64 + 2 * 64 * 16 + 2 * 64 * 64  # QW, low X, (low X) W, .. up
+    query += 2 * (2 * 16 * 16) / 2  # two levels, half of the tokens each
+    key = 2 * 64 * 16 * 4 + 2 * 64 * 64 + 2 * 16 * 16  # WW, KW, (up X) W, XW; up X; P
+    key += 2 * (2 * 16 * 16) / 2
+    key += (2 * 2 * 16**3 + 1 * 2 * 16**3) / 256  # two products of P below, one on top
+    assert transform_flops_per_token(4, 2, 16, 256) == 3 * (4 * query + 2 * key)
+
+    job = parse("--training.seq_len=256", "--model.attention=fox")
+    totals = {}
+    for attention in ("fox", "path_fox"):
+        job.model.attention = attention
+        args = configured_args(job)
+        with torch.device("meta"):
+            model = train_spec.wrap_train_spec(llama3.get_train_spec()).model_cls(args)
+        totals[attention] = args.get_nparams_and_flops(model, 256)
+    # Llama 3 debug: width 256, 6 layers, 16 heads of 16. Weights cost 6 FLOPs each.
+    parameters = 6 * (256 * 32 + 32 * 256 + 256 * 3 + 256 * 16 + 16)
+    assert totals["path_fox"][0] - totals["fox"][0] == parameters
+    extra = 6 * parameters + 6 * transform_flops_per_token(16, 16, 16, 256)
+    assert totals["path_fox"][1] - totals["fox"][1] == extra
+
+
+class CountOp(TorchDispatchMode):
+    """Counts the runs of the attention op."""
+
+    runs = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.runs += func is torch.ops.path_backend.attention.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+@pytest.mark.parametrize("mode, runs_per_layer", [("none", 1), ("selective", 1), ("full", 2)])
+def test_selective_checkpointing_keeps_the_attention(name, mode, runs_per_layer):
+    """The op missing from a save list: attention would run twice under selective checkpointing."""
+    job = parse(
+        f"--model.name={name}",
+        f"--activation_checkpoint.mode={mode}",
+        "--activation_checkpoint.selective_ac_option=op",
+        "--training.seq_len=32",
+    )
+    spec = train_spec.wrap_train_spec({"llama3": llama3, "qwen3": qwen3}[name].get_train_spec())
+    args = spec.model_args["debugmodel"]
+    args.n_layers, args.dim = 2, 64
+    args.update_from_config(job)
+    model = spec.model_cls(args)
+    single = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+    model = spec.parallelize_fn(model, single, job)
+    with torch.no_grad():
+        model.init_weights()
+    with CountOp() as count:
+        model(torch.randint(0, args.vocab_size, (1, 32))).sum().backward()
+    assert count.runs == 2 * runs_per_layer

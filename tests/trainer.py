@@ -1,0 +1,156 @@
+"""Start the stock trainer on n ranks of this machine and read back what it logged.
+
+    run = train(folder, "--model.attention=path", ranks=2)
+    run.loss, run.grad_norm   # one value per step, fp32, from TensorBoard
+
+Each rank executes `torchtitan.train` as `__main__`, as torchrun makes it, in a process forked from
+a server that has torch and torchtitan imported, which saves seconds per run. Ranks meet in a file
+(gloo) or, on GPUs, at a free port (NCCL).
+"""
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+TINY = TESTS / "tiny.toml"
+TIMEOUT = 240.0  # seconds, of one run
+
+_processes = multiprocessing.get_context("forkserver")
+# Nothing of path_backend.integration: a stock run must not meet it.
+_processes.set_forkserver_preload(
+    [
+        "torchtitan.train",
+        "torchtitan.models.llama3",
+        "torchtitan.models.qwen3",
+        "path_backend.layer",
+    ]
+)
+
+
+class TrainerError(AssertionError):
+    """A rank failed or ran out of time; the message ends with its output."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: what torchtitan logged, by name and step, and the output of rank 0."""
+
+    folder: Path
+    scalars: dict[str, dict[int, float]]
+    output: str
+
+    @property
+    def loss(self) -> list[float]:
+        return list(self.scalars["loss_metrics/global_avg_loss"].values())
+
+    @property
+    def grad_norm(self) -> list[float]:
+        return list(self.scalars["grad_norm"].values())
+
+    @property
+    def validation_loss(self) -> list[float]:
+        return list(self.scalars["validation_metrics/loss"].values())
+
+
+def train(folder: Path, *overrides: str, ranks: int = 1, config: Path = TINY) -> Run:
+    """Run the trainer with a TOML file and command line overrides; outputs go to `folder`.
+
+    Raises TrainerError if a rank fails. Training again into the same folder resumes from its
+    checkpoint, as torchtitan does, and the result holds the later run's scalars.
+    """
+    attempt = len(list(folder.glob("attempt_*")))
+    logs = folder / f"attempt_{attempt}"
+    logs.mkdir(parents=True)
+    arguments = [
+        f"--job.config_file={config}",
+        f"--job.dump_folder={folder}",
+        f"--metrics.save_tb_folder={logs.name}/tb",
+        *overrides,
+    ]
+    port = _free_port()
+    processes = [
+        _processes.Process(target=_rank_main, args=(rank, ranks, port, logs, arguments))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        _wait(processes, logs)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return Run(folder, _read_scalars(logs / "tb"), _output(logs, 0))
+
+
+def _rank_main(rank: int, ranks: int, port: int, logs: Path, arguments: list[str]) -> None:
+    with open(logs / f"rank_{rank}.log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    import torch
+    import torch.distributed as dist
+    import torchtitan.train  # noqa: F401
+    from torchtitan.config import ConfigManager
+
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        # torchtitan keeps a process group that it finds.
+        store = dist.FileStore(str(logs / "store"), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    time.sleep = lambda seconds: None  # the trainer's rank 0 sleeps two seconds at its end
+    os.chdir(ROOT)  # paths in TOML files start here
+    sys.path.insert(0, str(TESTS))  # for custom_import of what lies here
+    # The default of this function is sys.argv at the time of its import, that is, of the server.
+    ConfigManager.parse_args.__defaults__ = (arguments,)
+    del sys.modules["torchtitan.train"]  # preloaded: runpy would warn
+    runpy.run_module("torchtitan.train", run_name="__main__")
+
+
+def _wait(processes: list, logs: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while any(process.is_alive() for process in processes):
+        failed = [r for r, process in enumerate(processes) if process.exitcode]
+        if failed or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for rank, process in enumerate(processes):
+        if process.exitcode != 0:
+            reason = "did not end" if process.exitcode is None else f"exit {process.exitcode}"
+            raise TrainerError(f"rank {rank}: {reason}\n{_output(logs, rank)[-6000:]}")
+
+
+def _output(logs: Path, rank: int) -> str:
+    return (logs / f"rank_{rank}.log").read_text(errors="replace")
+
+
+def _read_scalars(folder: Path) -> dict[str, dict[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scalars: dict[str, dict[int, float]] = {}
+    for path in sorted(folder.rglob("events.out.*")):
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+        for name in events.Tags()["scalars"]:
+            scalars[name] = {event.step: event.value for event in events.Scalars(name)}
+    return scalars
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
