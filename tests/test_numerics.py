@@ -50,13 +50,29 @@ def test_gradients_are_linear_in_the_gradient_of_the_output(dtype, case):
 
 
 def test_gates_far_from_the_start_keep_their_differences():
-    """Catches one fp32 cumulative sum: after -200,000 its steps are 0.016, and gates are lost."""
-    inputs = make_inputs(4096, HQ=1, H=1, w=None, gate=True, dtype=torch.float32)
+    """Catches one fp32 cumulative sum: after -200,000 its steps are 0.016, and gates are lost.
+
+    The length is no multiple of the chunk: padded rows see a gate of +200,000, and must not count.
+    """
+    inputs = make_inputs(4100, HQ=1, H=1, w=None, gate=True, dtype=torch.float32)
     with torch.no_grad():
         inputs.log_gate[:, :2048] = -100.0
     actual, exact = (run(path_attention, x) for x in (inputs, inputs.leaves(torch.float64)))
     for name, want in exact.items():
         assert relative_error(actual[name], want) < 3e-6, name
+
+
+def test_gate_gradient_carries_only_the_rounding_of_pairs_across_the_gate():
+    """Catches row sums of dS taken as zero: the error of a bf16 output in delta then adds up.
+
+    The gates forget fast, so few pairs cross one. 2e-3 with the row sums, 0.17 without.
+    """
+    inputs = make_inputs(2048, HQ=1, H=1, w=None, gate=True, dtype=torch.bfloat16)
+    inputs = inputs._replace(log_gate=(inputs.log_gate.detach() - 3).requires_grad_())
+    d_out = torch.randn(1, 2048, 1, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = run(path_attention, inputs.leaves(torch.float64), d_out)
+    actual = run(path_attention, inputs, d_out)
+    assert relative_error(actual["dlog_gate"], exact["dlog_gate"]) < 5e-3
 
 
 STEPS, WIDTH = 65_536, 32
