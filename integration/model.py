@@ -80,11 +80,11 @@ class PathArgs:
         return self.path.document_mask or flavor_mask == "block_causal"
 
     @property
-    def _n_kv_heads(self) -> int:
+    def _n_kv_heads(self):
         return self.n_kv_heads or self.n_heads
 
     @property
-    def _head_dim(self) -> int:
+    def _head_dim(self):
         return getattr(self, "head_dim", self.dim // self.n_heads)
 
     def _refuse_unsupported(self, job_config) -> None:

@@ -68,15 +68,31 @@ def _parallelize(
     parallel_dims: ParallelDims,
     job_config: JobConfig,
 ) -> nn.Module:
-    """Tensor parallelism of our parameters, then everything else as stock does it."""
+    """Tensor parallelism of our parameters, then everything else as stock does it.
+
+    Two repairs of stock torchtitan 0.2.2 apply to every attention, `default` too: without them it
+    does not run or does not learn, and an attention would be compared with a broken one.
+    """
     with _one_group_for_tied_embeddings(stock, model):
         if getattr(model.model_args, "attention", "default") != "default":
             # What selective checkpointing per op keeps instead of computing again.
-            save_list = getattr(sys.modules[stock.__module__], "_op_sac_save_list", set())
+            save_list: set = getattr(sys.modules[stock.__module__], "_op_sac_save_list", set())
             save_list.add(torch.ops.path_backend.attention.default)
             if parallel_dims.tp_enabled:
                 apply_tensor_parallel(model, parallel_dims.get_mesh("tp"))
-        return stock(model, parallel_dims, job_config)
+        model = stock(model, parallel_dims, job_config)
+    if parallel_dims.tp_enabled and job_config.compile.enable and model.tok_embeddings is not None:
+        _finish_embeddings(model)
+    return model
+
+
+def _finish_embeddings(model: nn.Module) -> None:
+    """Tensor parallelism with compiled blocks, on torch 2.13.
+
+    The sharded embedding returns a collective in flight. A compiled block that receives one passes
+    no gradient back: the embedding would not train (with FSDP2) or the backward fails (without).
+    """
+    model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
 
 
 @contextlib.contextmanager

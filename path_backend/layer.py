@@ -56,8 +56,8 @@ class PathAttention(nn.Module):
         beta_max: float = BETA_MAX,
         gate_scale: float = 1.0,
         implementation: str = "auto",
-        q_norm: nn.Module | None = None,
-        k_norm: nn.Module | None = None,
+        q_norm: nn.RMSNorm | None = None,
+        k_norm: nn.RMSNorm | None = None,
         watch: bool = False,
     ):
         super().__init__()
@@ -144,6 +144,8 @@ class PathOperator(nn.Module):
 class PathInputs(nn.Module):
     """What the operator needs besides q, k, v: w, beta and log_gate of every token."""
 
+    stats: torch.Tensor  # of the last training forward, named by stat_names
+
     def __init__(
         self,
         dim: int,
@@ -167,7 +169,11 @@ class PathInputs(nn.Module):
             )
         self.head_dim = head_dim
         self.beta_max = beta_max
-        self.w_down = self.w_up = self.conv = self.beta = self.gate = None
+        self.w_down: nn.Linear | None = None
+        self.w_up: nn.Linear | None = None
+        self.conv: ShortConv | None = None
+        self.beta: Float32Linear | None = None
+        self.gate: Float32Linear | None = None
         if reflections:
             if w_rank:
                 self.w_down = nn.Linear(dim, w_rank, bias=False)
@@ -180,7 +186,8 @@ class PathInputs(nn.Module):
         if watch:
             self.stat_names += BETA_STATS if reflections else ()
             self.stat_names += GATE_STATS if forget_gate else ()
-            self.register_buffer("stats", torch.zeros(len(self.stat_names)), persistent=False)
+            stats = torch.zeros(len(self.stat_names), dtype=torch.float32)
+            self.register_buffer("stats", stats, persistent=False)
 
     def init_weights(self) -> None:
         """N(0, 0.02) for weights, 0 for biases and statistics."""
@@ -205,7 +212,7 @@ class PathInputs(nn.Module):
             w = self.w_up(x if self.w_down is None else self.w_down(x))
         with torch.autocast(x.device.type, enabled=False):
             x32 = _at_least_float32(x)  # shared, so that it is saved for backward once
-            if w is not None:
+            if w is not None and self.conv is not None and self.beta is not None:
                 w = F.silu(self.conv(w, document_start)).unflatten(-1, (-1, self.head_dim))
                 w = w * torch.rsqrt(w.square().sum(-1, keepdim=True) + W_NORM_EPS)
                 w = w.to(dtype)

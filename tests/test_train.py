@@ -71,8 +71,12 @@ def test_resume_gives_the_same_losses(tmp_path, attention, ranks):
     assert first.grad_norm + second.grad_norm == whole.grad_norm
 
 
-def test_tensor_parallel_equals_one_rank(tmp_path):
-    """A gradient of w, beta or the gate that is not summed over ranks, or heads mixed up."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensor_parallel_equals_one_rank(tmp_path, compiled):
+    """A gradient of w, beta or the gate that is not summed over ranks, or heads mixed up.
+
+    Compiled on torch 2.13: the embedding's gradient lost in front of the first block.
+    """
     arguments = ("--model.attention=path_fox", "--training.steps=3", "--checkpoint.enable")
     seed = tmp_path / "seed"
     train(seed, *arguments, "--checkpoint.create_seed_checkpoint")
@@ -82,7 +86,10 @@ def test_tensor_parallel_equals_one_rank(tmp_path):
         "--lr_scheduler.warmup_steps=0",
     )
     one = train(tmp_path / "one", *arguments)
-    two = train(tmp_path / "two", *arguments, "--parallelism.tensor_parallel_degree=2", ranks=2)
+    arguments += ("--parallelism.tensor_parallel_degree=2",)
+    if compiled:
+        arguments += ("--compile.enable", "--compile.backend=aot_eager")
+    two = train(tmp_path / "two", *arguments, ranks=2)
     assert two.loss == pytest.approx(one.loss, rel=1e-6)
     # The norm over one rank's fp32 parameters is itself exact to 1e-5: stock differs as much.
     assert two.grad_norm == pytest.approx(one.grad_norm, rel=3e-5)

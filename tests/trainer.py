@@ -129,7 +129,8 @@ def _wait(processes: list, logs: Path) -> None:
         if failed or time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    for rank, process in enumerate(processes):
+    # A rank that failed explains more than those that wait for it.
+    for rank, process in sorted(enumerate(processes), key=lambda item: item[1].exitcode is None):
         if process.exitcode != 0:
             reason = "did not end" if process.exitcode is None else f"exit {process.exitcode}"
             raise TrainerError(f"rank {rank}: {reason}\n{_output(logs, rank)[-6000:]}")
