@@ -383,7 +383,7 @@ def _slices(
             earliest = document_start.amin(0).tolist() + [0] * padding
         start = document_start.repeat_interleave(H, 0)
     if log_gate is not None:
-        gate = _fold(log_gate, H).double().cumsum(1)
+        gate = _pad(_fold(log_gate, H).double(), padding).cumsum(1)
     q, k, v = _fold(q, H), _fold(k, H).squeeze(2), _fold(v, H).squeeze(2)
     w, beta = (None if x is None else _fold(x, H).squeeze(2) for x in (w, beta))
 
@@ -400,7 +400,7 @@ def _slices(
             v=take(v, at),
             reflections=None if w is None or beta is None else (take(w, at), take(beta, at)),
             bias=Bias(
-                gate=None if gate is None else _pad(gate[at], padding),
+                gate=None if gate is None else gate[at],
                 start=None if start is None else _pad(start[at], padding),
                 earliest=earliest,
             ),

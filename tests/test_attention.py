@@ -98,6 +98,12 @@ def test_scale_and_gate_scale():
     check(make_inputs(100, gate=True), scale=0.3, gate_scale=0.7)
 
 
+def test_gates_above_one():
+    """Catches padded rows that take part: their logits overflow here, and 0 * inf is NaN."""
+    inputs = make_inputs(70, gate=True)
+    check(inputs._replace(log_gate=(inputs.log_gate.detach() + 20).requires_grad_()))
+
+
 def sdpa(q, k, v):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)

@@ -52,14 +52,14 @@ def test_gradients_are_linear_in_the_gradient_of_the_output(dtype, case):
 def test_gates_far_from_the_start_keep_their_differences():
     """Catches one fp32 cumulative sum: after -200,000 its steps are 0.016, and gates are lost.
 
-    The length is no multiple of the chunk: padded rows see a gate of +200,000, and must not count.
+    The length is no multiple of the chunk: differences in the last one must not span the padding.
     """
     inputs = make_inputs(4100, HQ=1, H=1, w=None, gate=True, dtype=torch.float32)
     with torch.no_grad():
         inputs.log_gate[:, :2048] = -100.0
     actual, exact = (run(path_attention, x) for x in (inputs, inputs.leaves(torch.float64)))
     for name, want in exact.items():
-        assert relative_error(actual[name], want) < 3e-6, name
+        assert relative_error(actual[name], want) < 1e-5, name
 
 
 def test_gate_gradient_carries_only_the_rounding_of_pairs_across_the_gate():
