@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from .attention_forward import diagonal_logits, load_query_pair
-from .tiles import load_full_tile, load_tile, rows_of_level, store_tile
+from .tiles import RUNTIME, load_full_tile, load_tile, rows_of_level, store_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def delta_kernel(
     out_ptr, d_out_ptr, delta_ptr, stride_ob, stride_ot, stride_oh, stride_gb, stride_gt, stride_gh,
     T, HQ, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -58,7 +58,7 @@ def query_gradient(
     return dq, row_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, start_ptr, lse_ptr, delta_ptr, d_out_ptr,
     dq_ptr, dq_levels_ptr, d_local_ptr, row_sum_ptr,
@@ -232,7 +232,7 @@ def key_pass(
     return dk, dv, col_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, start_ptr, end_ptr, lse_ptr, delta_ptr,
     d_out_ptr, dk_ptr, dv_ptr, dk_levels_ptr, col_sum_ptr,
@@ -279,7 +279,7 @@ def attention_dkdv_kernel(
     else:
         k = load_tile(k_ptr, n0, stride_kt, T, BLOCK_N, BLOCK_D, HEAD_DIM)
 
-    for g in range(GROUP):
+    for g in tl.range(GROUP, num_stages=1):
         col_sum = tl.zeros([BLOCK_N], tl.float32)
         gate_ref = tl.load(gate_ptr + g * T + n0) if HAS_GATE else 0.0
         gate_k = key.to(tl.float32)
@@ -340,7 +340,7 @@ def attention_dkdv_kernel(
                 shift = tl.cast(row_base + (right - half) // 2 - right, tl.int64)
                 k = load_tile(k_levels_ptr, here, BLOCK_D, end, BLOCK_N, BLOCK_D, BLOCK_D)
                 dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-                for g in range(GROUP):
+                for g in tl.range(GROUP, num_stages=1):
                     col_sum = tl.zeros([BLOCK_N], tl.float32)
                     gate_ref = tl.load(gate_ptr + g * T + n0) if HAS_GATE else 0.0
                     gate_k = key.to(tl.float32)

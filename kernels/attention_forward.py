@@ -12,7 +12,7 @@ cast to fp32, so that near pairs stay exact at any position.
 import triton
 import triton.language as tl
 
-from .tiles import load_full_tile, load_tile, rows_of_level, store_tile
+from .tiles import RUNTIME, load_full_tile, load_tile, rows_of_level, store_tile
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def load_query_pair(
     return tl.load(q_levels_ptr + pointers, mask=mask[:, None], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, start_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,

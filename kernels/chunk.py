@@ -21,11 +21,11 @@ Gradients, with A = low X^T, E = up X and dL those of the local logits:
 import triton
 import triton.language as tl
 
-from .tiles import load_square, load_tile, store_tile
+from .tiles import RUNTIME, dot, load_square, load_tile, store_tile
 
 
 @triton.jit
-def unit_upper_inverse(n, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+def unit_upper_inverse(n, SIZE: tl.constexpr):
     """(I + n)^-1 for n strictly upper triangular [SIZE, SIZE], by blocked substitution.
 
     Rows of the 16 x 16 diagonal blocks first, in plain fp32; then blocks are merged pairwise:
@@ -49,18 +49,18 @@ def unit_upper_inverse(n, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     for level in tl.static_range(2 if SIZE == 64 else 1):
         left = block >> level
         corner = (left[:, None] + 1 == left[None, :]) & (left[:, None] % 2 == 0)
-        edge = tl.dot(tl.where(corner, n, 0.0), inverse, input_precision=PRECISION)
-        inverse -= tl.dot(inverse, edge, input_precision=PRECISION)
+        edge = tl.dot(tl.where(corner, n, 0.0), inverse, input_precision="tf32x3")
+        inverse -= tl.dot(inverse, edge, input_precision="tf32x3")
     return inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def chunk_inverse_kernel(
     w_ptr, beta_ptr, inverse_ptr,
     stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
     T, H, num_chunks,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
-    DOT_PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+   
 ):  # fmt: skip
     """M^-1 [C, C] of every chunk, fp32."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -69,9 +69,9 @@ def chunk_inverse_kernel(
     offs = tl.arange(0, CHUNK)
     rows = chunk * CHUNK + offs
     beta = tl.load(beta_ptr + b * stride_bb + h * stride_bh + rows * stride_bt, mask=rows < T, other=0.0)
-    s = tl.dot(w, tl.trans(w), input_precision=DOT_PRECISION)
+    s = dot(w, tl.trans(w), PRECISION)
     n = tl.where(offs[:, None] < offs[None, :], beta[:, None] * s, 0.0)
-    inverse = unit_upper_inverse(n, CHUNK, SOLVE_PRECISION)
+    inverse = unit_upper_inverse(n, CHUNK)
     index = head.to(tl.int64) * num_chunks + chunk
     store_tile(inverse_ptr, index * CHUNK, CHUNK, (index + 1) * CHUNK, inverse, CHUNK, CHUNK, CHUNK)
 
@@ -92,130 +92,155 @@ def load_factors(
 @triton.jit
 def reflect(t, w, x, PRECISION: tl.constexpr):
     """Rows t (I - W^T X W): keys to the end of the chunk (W, X). With X^T: queries to its start."""
-    w = w.to(tl.float32)
-    tw = tl.dot(t, tl.trans(w), input_precision=PRECISION)
-    return t - tl.dot(tl.dot(tw, x, input_precision=PRECISION), w, input_precision=PRECISION)
+    tw = dot(t, tl.trans(w), PRECISION)
+    return t - dot(dot(tw, x, PRECISION), w, PRECISION)
 
 
 @triton.jit
 def outer_gradient(dx, dw, a, c, w, x, PRECISION: tl.constexpr):
     """Adds the gradients of P = I - W^T X W for dP = a^T c, with a, c [C, D]."""
-    aw = tl.dot(a, tl.trans(w), input_precision=PRECISION)
-    cw = tl.dot(c, tl.trans(w), input_precision=PRECISION)
-    dx -= tl.dot(tl.trans(aw), cw, input_precision=PRECISION)
-    cx = tl.dot(cw, tl.trans(x), input_precision=PRECISION)
-    dw -= tl.dot(tl.trans(cx), a, input_precision=PRECISION)
-    ax = tl.dot(aw, x, input_precision=PRECISION)
-    dw -= tl.dot(tl.trans(ax), c, input_precision=PRECISION)
+    aw = dot(a, tl.trans(w), PRECISION)
+    cw = dot(c, tl.trans(w), PRECISION)
+    dx -= dot(tl.trans(aw), cw, PRECISION)
+    cx = dot(cw, tl.trans(x), PRECISION)
+    dw -= dot(tl.trans(cx), a, PRECISION)
+    ax = dot(aw, x, PRECISION)
+    dw -= dot(tl.trans(ax), c, PRECISION)
     return dx, dw
 
 
-@triton.jit
-def chunk_backward_kernel(
-    q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr,
-    dq_start_ptr, dk_end_ptr, d_local_ptr, q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, d_product_ptr,
-    dq_ptr, dk_ptr, dw_ptr, d_beta_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+@triton.jit(do_not_specialize=RUNTIME)
+def chunk_product_backward_kernel(
+    w_ptr, beta_ptr, inverse_ptr, q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, d_product_ptr,
+    dx_ptr, dw_ptr,
     stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    stride_dqb, stride_dqt, stride_dqh, stride_dkb, stride_dkt, stride_dkh,
-    stride_dwb, stride_dwt, stride_dwh, stride_dbb, stride_dbt, stride_dbh,
-    T, H, num_chunks, num_levels, total_rows, num_blocks,
+    T, H, num_chunks, total_rows, num_blocks,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, DOT_PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dw, dbeta of one chunk, from the gradients of q_start, k_end, the local logits and P."""
+    """The parts of dX [C, C] and dW [C, D] that come through the chunk's product P, fp32."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     head = head.to(tl.int64)
     first = chunk * CHUNK
     w_ptr += b * stride_wb + h * stride_wh
     beta_ptr += b * stride_bb + h * stride_bh
+    w, x = load_factors(
+        w_ptr, beta_ptr, inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK
+    )
+    dx = tl.zeros([CHUNK, CHUNK], tl.float32)
+    dw = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+    row = chunk // 2 * CHUNK
+    if chunk % 2 == 0:
+        limit = row + tl.minimum(T - first - CHUNK, CHUNK)  # queries of the right sibling
+        for g in tl.range(GROUP, num_stages=1):
+            base = (head * GROUP + g) * total_rows * BLOCK_D
+            moved = load_tile(dq_levels_ptr + base, row, BLOCK_D, limit, CHUNK, BLOCK_D, BLOCK_D)
+            here = load_tile(q_levels_ptr + base, row, BLOCK_D, limit, CHUNK, BLOCK_D, BLOCK_D)
+            dx, dw = outer_gradient(dx, dw, moved, here.to(moved.dtype), w, x, PRECISION)
+    else:
+        base = head * total_rows * BLOCK_D
+        moved = load_tile(dk_levels_ptr + base, row, BLOCK_D, row + CHUNK, CHUNK, BLOCK_D, BLOCK_D)
+        here = load_tile(k_levels_ptr + base, row, BLOCK_D, row + CHUNK, CHUNK, BLOCK_D, BLOCK_D)
+        dx, dw = outer_gradient(dx, dw, here.to(moved.dtype), moved, w, x, PRECISION)
+
+    if chunk // 2 < num_blocks:
+        # dP of the chunk is that of its block of two times the sibling's product; W dP and X W dP^T suffice
+        ws, xs = load_factors(
+            w_ptr, beta_ptr, inverse_ptr, chunk + 1 - 2 * (chunk % 2), num_chunks, head, stride_wt, stride_bt, T,
+            HEAD_DIM, BLOCK_D, CHUNK,
+        )  # fmt: skip
+        d_product = load_square(d_product_ptr, head * num_blocks + chunk // 2, BLOCK_D)
+        wd = w.to(tl.float32)
+        xd = dot(x, w, PRECISION)
+        if chunk % 2 == 0:
+            xd = reflect(xd, ws, xs, PRECISION)
+        else:
+            wd = reflect(wd, ws, tl.trans(xs), PRECISION)
+        wd = dot(wd, d_product, PRECISION)
+        xd = dot(xd, tl.trans(d_product), PRECISION)
+        if chunk % 2 == 0:
+            wd = reflect(wd, ws, tl.trans(xs), PRECISION)
+        else:
+            xd = reflect(xd, ws, xs, PRECISION)
+        dx -= dot(wd, tl.trans(w), PRECISION)
+        dw -= xd + dot(tl.trans(x), wd, PRECISION)
+    index = head * num_chunks + chunk
+    store_tile(dx_ptr, index * CHUNK, CHUNK, (index + 1) * CHUNK, dx, CHUNK, CHUNK, CHUNK)
+    store_tile(dw_ptr, index * CHUNK, BLOCK_D, (index + 1) * CHUNK, dw, CHUNK, BLOCK_D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def chunk_backward_kernel(
+    q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, dq_start_ptr, dk_end_ptr, d_local_ptr, dx_ptr, dw_product_ptr,
+    dq_ptr, dk_ptr, dw_ptr, d_beta_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
+    stride_dqb, stride_dqt, stride_dqh, stride_dkb, stride_dkt, stride_dkh,
+    stride_dwb, stride_dwt, stride_dwh, stride_dbb, stride_dbt, stride_dbh,
+    T, H, num_chunks,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dw, dbeta of one chunk, from the gradients of q_start, k_end, the local logits and P."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    b, h = (head // H).to(tl.int64), head % H
+    head = head.to(tl.int64)
+    first = chunk * CHUNK
+    index = head * num_chunks + chunk
+    beta_ptr += b * stride_bb + h * stride_bh
     offs = tl.arange(0, CHUNK)
+    rows = first + offs
     upper = offs[:, None] < offs[None, :]
 
     k = load_tile(k_ptr + b * stride_kb + h * stride_kh, first, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
-    w = load_tile(w_ptr, first, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
-    rows = first + offs
+    w = load_tile(w_ptr + b * stride_wb + h * stride_wh, first, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
     beta = tl.load(beta_ptr + rows * stride_bt, mask=rows < T, other=0.0)
-    inverse = load_square(inverse_ptr, head * num_chunks + chunk, CHUNK)
+    inverse = load_square(inverse_ptr, index, CHUNK)
     x = inverse * beta[None, :]
-    up = tl.where(upper, tl.dot(k, tl.trans(w), input_precision=DOT_PRECISION), 0.0)
-    s = tl.where(upper, tl.dot(w, tl.trans(w), input_precision=DOT_PRECISION), 0.0)
-    k32, w32 = k.to(tl.float32), w.to(tl.float32)
+    up = tl.where(upper, dot(k, tl.trans(w), PRECISION), 0.0)
 
-    index = head * num_chunks + chunk
-    dk_end = load_tile(dk_end_ptr, index * CHUNK, BLOCK_D, (index + 1) * CHUNK, CHUNK, BLOCK_D, BLOCK_D).to(tl.float32)
-    de = -tl.dot(dk_end, tl.trans(w32), input_precision=PRECISION)
-    e = tl.dot(up, x, input_precision=PRECISION)
-    dup = tl.dot(de, tl.trans(x), input_precision=PRECISION)
-    dx = tl.dot(tl.trans(up), de, input_precision=PRECISION)
-    dw = -tl.dot(tl.trans(e), dk_end, input_precision=PRECISION)
-    dk = dk_end
+    dk_end = load_tile(dk_end_ptr, index * CHUNK, BLOCK_D, (index + 1) * CHUNK, CHUNK, BLOCK_D, BLOCK_D)
+    de = -dot(dk_end, tl.trans(w), PRECISION)
+    dup = dot(de, tl.trans(x), PRECISION)
+    dx = dot(tl.trans(up), de, PRECISION)
+    e = dot(up, x, PRECISION)
+    dw = -dot(tl.trans(e), dk_end, PRECISION)
+    dk = dk_end.to(tl.float32)
+    if HAS_PRODUCT:
+        dx += load_square(dx_ptr, index, CHUNK)
+        dw += load_tile(dw_product_ptr, index * CHUNK, BLOCK_D, (index + 1) * CHUNK, CHUNK, BLOCK_D, BLOCK_D)
 
-    for g in range(GROUP):
+    for g in tl.range(GROUP, num_stages=1):
         q_head = head * GROUP + g
+        q_index = q_head * num_chunks + chunk
         q = load_tile(q_ptr + b * stride_qb + (h * GROUP + g) * stride_qh, first, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
-        index = q_head * num_chunks + chunk
-        dq_start = load_tile(
-            dq_start_ptr, index * CHUNK, BLOCK_D, (index + 1) * CHUNK, CHUNK, BLOCK_D, BLOCK_D
-        ).to(tl.float32)
-        d_local = load_square(d_local_ptr, index, CHUNK)
-        low = tl.where(offs[:, None] >= offs[None, :], tl.dot(q, tl.trans(w), input_precision=DOT_PRECISION), 0.0)
-        a = tl.dot(low, tl.trans(x), input_precision=PRECISION)
-        da = -tl.dot(dq_start, tl.trans(w32), input_precision=PRECISION)
-        da -= tl.dot(d_local, up, input_precision=PRECISION)
-        d_low = tl.where(offs[:, None] >= offs[None, :], tl.dot(da, x, input_precision=PRECISION), 0.0)
-        dx += tl.dot(tl.trans(da), low, input_precision=PRECISION)
-        q32 = q.to(tl.float32)
-        dq = dq_start + tl.dot(d_local, k32, input_precision=PRECISION)
-        dq += tl.dot(d_low, w32, input_precision=PRECISION)
+        dq_start = load_tile(dq_start_ptr, q_index * CHUNK, BLOCK_D, (q_index + 1) * CHUNK, CHUNK, BLOCK_D, BLOCK_D)
+        d_local = load_square(d_local_ptr, q_index, CHUNK)
+        low = tl.where(upper, 0.0, dot(q, tl.trans(w), PRECISION))
+        a = dot(low, tl.trans(x), PRECISION)
+        da = -dot(dq_start, tl.trans(w), PRECISION)
+        da -= dot(d_local, up, PRECISION)
+        dx += dot(tl.trans(da), low, PRECISION)
+        dw -= dot(tl.trans(a), dq_start, PRECISION)
+        dup -= dot(tl.trans(d_local), a, PRECISION)
+        d_low = tl.where(upper, 0.0, dot(da, x, PRECISION))
+        dw += dot(tl.trans(d_low), q, PRECISION)
+        dk += dot(tl.trans(d_local), q, PRECISION)
+        dq = dq_start.to(tl.float32) + dot(d_local, k, PRECISION) + dot(d_low, w, PRECISION)
         store_tile(
             dq_ptr + b * stride_dqb + (h * GROUP + g) * stride_dqh, first, stride_dqt, T, dq, CHUNK, BLOCK_D, HEAD_DIM
         )
-        dw += tl.dot(tl.trans(d_low), q32, input_precision=PRECISION)
-        dw -= tl.dot(tl.trans(a), dq_start, input_precision=PRECISION)
-        dup -= tl.dot(tl.trans(d_local), a, input_precision=PRECISION)
-        dk += tl.dot(tl.trans(d_local), q32, input_precision=PRECISION)
-        if (num_levels > 1) & (chunk % 2 == 0) & (first + CHUNK < T):
-            # level 0: this chunk's P moved the queries of its right sibling
-            base = q_head * total_rows * BLOCK_D
-            row = chunk // 2 * CHUNK
-            moved = load_tile(dq_levels_ptr + base, row, BLOCK_D, row + T - first - CHUNK, CHUNK, BLOCK_D, BLOCK_D)
-            here = load_tile(q_levels_ptr + base, row, BLOCK_D, row + T - first - CHUNK, CHUNK, BLOCK_D, BLOCK_D)
-            dx, dw = outer_gradient(dx, dw, moved.to(tl.float32), here.to(tl.float32), w32, x, PRECISION)
     dup = tl.where(upper, dup, 0.0)
-    dk += tl.dot(dup, w32, input_precision=PRECISION)
+    dk += dot(dup, w, PRECISION)
     store_tile(dk_ptr + b * stride_dkb + h * stride_dkh, first, stride_dkt, T, dk, CHUNK, BLOCK_D, HEAD_DIM)
-    dw += tl.dot(tl.trans(dup), k32, input_precision=PRECISION)
-    if (num_levels > 1) & (chunk % 2 == 1):
-        # level 0: this chunk's P moved the keys of its left sibling
-        base = head * total_rows * BLOCK_D
-        row = chunk // 2 * CHUNK
-        moved = load_tile(dk_levels_ptr + base, row, BLOCK_D, row + CHUNK, CHUNK, BLOCK_D, BLOCK_D)
-        here = load_tile(k_levels_ptr + base, row, BLOCK_D, row + CHUNK, CHUNK, BLOCK_D, BLOCK_D)
-        dx, dw = outer_gradient(dx, dw, here.to(tl.float32), moved.to(tl.float32), w32, x, PRECISION)
+    dw += dot(tl.trans(dup), k, PRECISION)
 
-    if chunk // 2 < num_blocks:
-        # dP of the chunk is that of the block of two, times the sibling's product: W dP and X W dP^T suffice
-        sibling = chunk + 1 - 2 * (chunk % 2)
-        ws, xs = load_factors(
-            w_ptr, beta_ptr, inverse_ptr, sibling, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK
-        )
-        d_product = load_square(d_product_ptr, head * num_blocks + chunk // 2, BLOCK_D)
-        xw = tl.dot(x, w32, input_precision=PRECISION)
-        if chunk % 2 == 0:
-            wd = reflect(tl.dot(w32, d_product, input_precision=PRECISION), ws, tl.trans(xs), PRECISION)
-            xd = tl.dot(reflect(xw, ws, xs, PRECISION), tl.trans(d_product), input_precision=PRECISION)
-        else:
-            wd = tl.dot(reflect(w32, ws, tl.trans(xs), PRECISION), d_product, input_precision=PRECISION)
-            xd = reflect(tl.dot(xw, tl.trans(d_product), input_precision=PRECISION), ws, xs, PRECISION)
-        dx -= tl.dot(wd, tl.trans(w32), input_precision=PRECISION)
-        dw -= xd + tl.dot(tl.trans(x), wd, input_precision=PRECISION)
-
-    y = tl.dot(tl.trans(inverse), dx, input_precision=PRECISION)
-    dm = -tl.dot(y, tl.trans(x), input_precision=PRECISION)
+    y = dot(tl.trans(inverse), dx, PRECISION)
+    dm = -dot(y, tl.trans(x), PRECISION)
+    s = tl.where(upper, dot(w, tl.trans(w), PRECISION), 0.0)
     d_beta = tl.sum(tl.where(offs[:, None] == offs[None, :], y, 0.0) + dm * s, 1)
     ds = tl.where(upper, beta[:, None] * dm, 0.0)
-    dw += tl.dot(ds + tl.trans(ds), w32, input_precision=PRECISION)
+    dw += dot(ds + tl.trans(ds), w, PRECISION)
     store_tile(dw_ptr + b * stride_dwb + h * stride_dwh, first, stride_dwt, T, dw, CHUNK, BLOCK_D, HEAD_DIM)
     tl.store(d_beta_ptr + b * stride_dbb + h * stride_dbh + rows * stride_dbt, d_beta, mask=rows < T)

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import config, tiles
 from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, delta_kernel
 from .attention_forward import attention_forward_kernel
-from .chunk import chunk_backward_kernel, chunk_inverse_kernel
+from .chunk import chunk_backward_kernel, chunk_inverse_kernel, chunk_product_backward_kernel
 from .sweep import block_product_kernel, key_sweep_kernel, query_sweep_kernel, tree_kernel
 from .sweep_backward import (
     key_sweep_backward_kernel,
@@ -81,12 +81,15 @@ class _Inputs:
             "HAS_PATH": self.w is not None,
             "HAS_GATE": self.gate is not None,
             "HAS_DOC": self.document_start is not None,
-            "PRECISION": self.precision,
+            "PRECISION": "tf32x3" if self.q.dtype == torch.float32 else "tf32",
         }
 
     @property
     def precision(self) -> str:
-        return "tf32x3" if self.q.dtype == torch.float32 else "tf32"
+        if self.q.dtype == torch.float16:
+            return "fp16x3"
+        # Triton's interpreter miscomputes bf16 products; on the card tf32x3 of the transform overflows shared memory
+        return "tf32x3" if self.q.dtype == torch.float32 and triton.knobs.runtime.interpret else "bf16x3"
 
     def part(self, batch: slice, heads: slice) -> "_Inputs":
         queries = slice(heads.start * self.group, heads.stop * self.group)
@@ -218,7 +221,7 @@ def _frames(x: _Inputs) -> _Frames:
     }
     warps = config.chunk_warps(width)
     chunk_inverse_kernel[(chunks, B * H)](
-        **factors, H=H, SOLVE_PRECISION="tf32x3", DOT_PRECISION=x.precision, num_warps=4
+        **factors, H=H, PRECISION=x.precision, num_warps=4
     )
     base = 0
     for level in range(1, levels - 1):
@@ -241,7 +244,6 @@ def _frames(x: _Inputs) -> _Frames:
         "total_blocks": blocks,
         "HAS_DOC": x.document_start is not None,
         "PRECISION": x.precision,
-        "DOT_PRECISION": x.precision,
         "num_warps": warps,
     }
     query_sweep_kernel[(chunks, B * HQ)](
@@ -518,6 +520,33 @@ def _frames_backward(
             PRECISION=x.precision,
             num_warps=warps,
         )
+    dx = dw_product = dq_start
+    if levels > 1:
+        dx = torch.empty_like(frames.inverse)
+        dw_product = dx.new_empty(B, H, chunks, CHUNK, width)
+        chunk_product_backward_kernel[(chunks, B * H)](
+            x.w,
+            x.beta,
+            frames.inverse,
+            frames.q_levels,
+            frames.k_levels,
+            dq_levels,
+            dk_levels,
+            gradient,
+            dx,
+            dw_product,
+            **_strides(("w", x.w), ("b", x.beta)),
+            T=T,
+            H=H,
+            num_chunks=chunks,
+            total_rows=rows,
+            num_blocks=count,
+            GROUP=x.group,
+            CHUNK=CHUNK,
+            PRECISION=x.precision,
+            num_warps=warps,
+            **x.widths,
+        )
     chunk_backward_kernel[(chunks, B * H)](
         x.q,
         x.k,
@@ -527,11 +556,8 @@ def _frames_backward(
         dq_start,
         dk_end,
         d_local,
-        frames.q_levels,
-        frames.k_levels,
-        dq_levels,
-        dk_levels,
-        gradient,
+        dx,
+        dw_product,
         dq,
         dk,
         dw,
@@ -542,13 +568,10 @@ def _frames_backward(
         T=T,
         H=H,
         num_chunks=chunks,
-        num_levels=levels,
-        total_rows=rows,
-        num_blocks=count,
         GROUP=x.group,
         CHUNK=CHUNK,
+        HAS_PRODUCT=levels > 1,
         PRECISION=x.precision,
-        DOT_PRECISION=x.precision,
         num_warps=warps,
         **x.widths,
     )

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from .chunk import load_factors, reflect
-from .tiles import load_square, load_tile, round_tf32, rows_of_level, store_tile
+from .tiles import RUNTIME, dot, load_square, load_tile, product_dot, round_tf32, rows_of_level, store_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def block_product_kernel(
     w_ptr, beta_ptr, inverse_ptr, product_ptr,
     stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
@@ -33,21 +33,22 @@ def block_product_kernel(
     w1, x1 = load_factors(
         w_ptr, beta_ptr, inverse_ptr, 2 * block + 1, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK
     )
-    w0, w1 = w0.to(tl.float32), w1.to(tl.float32)
-    r1 = tl.dot(x1, w1, input_precision=PRECISION)
-    overlap = tl.dot(w0, tl.trans(w1), input_precision=PRECISION)
-    r0 = tl.dot(x0, w0 - tl.dot(overlap, r1, input_precision=PRECISION), input_precision=PRECISION)
+    r1 = dot(x1, w1, PRECISION)
+    overlap = dot(w0, tl.trans(w1), PRECISION)
+    r0 = dot(x0, w0, PRECISION) - dot(
+        dot(x0, overlap, PRECISION), r1, PRECISION
+    )
     offs = tl.arange(0, BLOCK_D)
     product = tl.where(offs[:, None] == offs[None, :], 1.0, 0.0)
-    product -= tl.dot(tl.trans(w0), r0, input_precision=PRECISION)
-    product -= tl.dot(tl.trans(w1), r1, input_precision=PRECISION)
+    product -= dot(tl.trans(w0), r0, PRECISION)
+    product -= dot(tl.trans(w1), r1, PRECISION)
     index = head.to(tl.int64) * total_blocks + block
     store_tile(
         product_ptr, index * BLOCK_D, BLOCK_D, (index + 1) * BLOCK_D, round_tf32(product), BLOCK_D, BLOCK_D, BLOCK_D
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def tree_kernel(
     product_ptr, child_base, parent_base, total_blocks,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
@@ -58,18 +59,18 @@ def tree_kernel(
     left = load_square(product_ptr, child, BLOCK_D)
     right = load_square(product_ptr, child + 1, BLOCK_D)
     parent = head * total_blocks + parent_base + block
-    product = round_tf32(tl.dot(left, right, input_precision=PRECISION))
+    product = round_tf32(product_dot(left, right, PRECISION))
     store_tile(product_ptr, parent * BLOCK_D, BLOCK_D, (parent + 1) * BLOCK_D, product, BLOCK_D, BLOCK_D, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def query_sweep_kernel(
     q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, local_ptr, start_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
     T, HQ, num_chunks, num_levels, total_rows, total_blocks,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, DOT_PRECISION: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Local logits of a chunk [C, C] (fp32, unscaled), and its queries at every level where it lies right."""
     chunk, q_head = tl.program_id(0), tl.program_id(1)
@@ -85,15 +86,15 @@ def query_sweep_kernel(
         w_ptr, beta_ptr, inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK
     )
     offs = tl.arange(0, CHUNK)
-    low = tl.where(offs[:, None] >= offs[None, :], tl.dot(q, tl.trans(w), input_precision=DOT_PRECISION), 0.0)
-    up = tl.where(offs[:, None] < offs[None, :], tl.dot(k, tl.trans(w), input_precision=DOT_PRECISION), 0.0)
-    a = tl.dot(low, tl.trans(x), input_precision=PRECISION)
-    local = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
-    local -= tl.dot(a, tl.trans(up), input_precision=PRECISION)
+    low = tl.where(offs[:, None] >= offs[None, :], dot(q, tl.trans(w), PRECISION), 0.0)
+    up = tl.where(offs[:, None] < offs[None, :], dot(k, tl.trans(w), PRECISION), 0.0)
+    a = dot(low, tl.trans(x), PRECISION)
+    local = dot(q, tl.trans(k), PRECISION)
+    local -= dot(a, tl.trans(up), PRECISION)
     index = q_head.to(tl.int64) * num_chunks + chunk
     store_tile(local_ptr, index * CHUNK, CHUNK, (index + 1) * CHUNK, local, CHUNK, CHUNK, CHUNK)
     if chunk > 0:
-        t = q.to(tl.float32) - tl.dot(a, w.to(tl.float32), input_precision=PRECISION)
+        t = q.to(tl.float32) - dot(a, w, PRECISION)
         levels_ptr += q_head.to(tl.int64) * total_rows * BLOCK_D
         document = 0  # of the two chunks that share attention tiles
         if HAS_DOC:
@@ -117,18 +118,18 @@ def query_sweep_kernel(
                     store_tile(levels_ptr, row, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
                     if level < num_levels - 1:
                         product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
-                        t = tl.dot(round_tf32(t), tl.trans(product), input_precision=PRECISION)
+                        t = product_dot(t, tl.trans(product), PRECISION)
             row_base += rows_of_level(T, level, CHUNK)
             block_base += T // half
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def key_sweep_kernel(
     k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, end_ptr,
     stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
     T, H, num_chunks, num_levels, total_rows, total_blocks,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, DOT_PRECISION: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys of a chunk at every level where it lies left of a block that has a token."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -142,9 +143,9 @@ def key_sweep_kernel(
             w_ptr, beta_ptr, inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK
         )
         offs = tl.arange(0, CHUNK)
-        up = tl.where(offs[:, None] < offs[None, :], tl.dot(k, tl.trans(w), input_precision=DOT_PRECISION), 0.0)
-        e = tl.dot(up, x, input_precision=PRECISION)
-        t = k.to(tl.float32) - tl.dot(e, w.to(tl.float32), input_precision=PRECISION)
+        up = tl.where(offs[:, None] < offs[None, :], dot(k, tl.trans(w), PRECISION), 0.0)
+        e = dot(up, x, PRECISION)
+        t = k.to(tl.float32) - dot(e, w, PRECISION)
         levels_ptr += head.to(tl.int64) * total_rows * BLOCK_D
         reach = T  # no query at or after this position attends to the chunk
         if HAS_DOC:
@@ -170,6 +171,6 @@ def key_sweep_kernel(
                     store_tile(levels_ptr, row, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
                     if (level < num_levels - 1) & (right + half <= T):
                         product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
-                        t = tl.dot(round_tf32(t), product, input_precision=PRECISION)
+                        t = product_dot(t, product, PRECISION)
             row_base += rows_of_level(T, level, CHUNK)
             block_base += T // half

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from .chunk import load_factors, reflect
-from .tiles import load_square, load_tile, round_tf32, rows_of_level, store_tile
+from .tiles import RUNTIME, dot, load_square, load_tile, product_dot, rows_of_level, store_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def query_sweep_backward_kernel(
     w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, dq_start_ptr, start_ptr,
     stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
@@ -52,7 +52,7 @@ def query_sweep_backward_kernel(
                 if level < num_levels - 1:
                     store_tile(levels_ptr, row, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
                     product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
-                    t = tl.dot(round_tf32(t), product, input_precision=PRECISION)
+                    t = product_dot(t, product, PRECISION)
                 t += square
     if chunk % 2 == 1:
         row = chunk // 2 * CHUNK
@@ -69,7 +69,7 @@ def query_sweep_backward_kernel(
     store_tile(dq_start_ptr, index * CHUNK, BLOCK_D, (index + 1) * CHUNK, t, CHUNK, BLOCK_D, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def key_sweep_backward_kernel(
     w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, dk_end_ptr, end_ptr,
     stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
@@ -105,7 +105,7 @@ def key_sweep_backward_kernel(
                 if (level < num_levels - 1) & (right + half <= T):
                     store_tile(levels_ptr, row, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
                     product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
-                    t = tl.dot(round_tf32(t), tl.trans(product), input_precision=PRECISION)
+                    t = product_dot(t, tl.trans(product), PRECISION)
                 t += square
     if (chunk % 2 == 0) & (first + CHUNK < T):
         row = chunk // 2 * CHUNK
@@ -122,7 +122,7 @@ def key_sweep_backward_kernel(
     store_tile(dk_end_ptr, index * CHUNK, BLOCK_D, (index + 1) * CHUNK, t, CHUNK, BLOCK_D, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def product_gradient_kernel(
     q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, partial_ptr, start_ptr, end_ptr,
     T, H, level, row_base, num_blocks, num_splits, total_rows,
@@ -143,7 +143,7 @@ def product_gradient_kernel(
     if is_left:
         first = (block + 1) * half
         hi = tl.minimum(tl.minimum(lo + ROWS, half), T - first)
-        for g in range(GROUP):
+        for g in tl.range(GROUP, num_stages=1):
             base = (head * GROUP + g) * total_rows * BLOCK_D
             for start in range(lo, hi, CHUNK):
                 reads = True
@@ -152,7 +152,7 @@ def product_gradient_kernel(
                 limit = tl.where(reads, row + hi, 0)
                 a = load_tile(dq_levels_ptr + base, row + start, BLOCK_D, limit, CHUNK, BLOCK_D, BLOCK_D)
                 c = load_tile(q_levels_ptr + base, row + start, BLOCK_D, limit, CHUNK, BLOCK_D, BLOCK_D)
-                acc = tl.dot(tl.trans(a), c.to(a.dtype), acc, input_precision=PRECISION)
+                acc += dot(tl.trans(a), c.to(a.dtype), PRECISION)
     else:
         base = head * total_rows * BLOCK_D
         for start in range(lo, tl.minimum(lo + ROWS, half), CHUNK):
@@ -163,12 +163,12 @@ def product_gradient_kernel(
             limit = tl.where(reads, row + half, 0)
             a = load_tile(k_levels_ptr + base, row + start, BLOCK_D, limit, CHUNK, BLOCK_D, BLOCK_D)
             c = load_tile(dk_levels_ptr + base, row + start, BLOCK_D, limit, CHUNK, BLOCK_D, BLOCK_D)
-            acc = tl.dot(tl.trans(a.to(c.dtype)), c, acc, input_precision=PRECISION)
+            acc += dot(tl.trans(a.to(c.dtype)), c, PRECISION)
     index = (head * num_blocks + block) * num_splits + split
     store_tile(partial_ptr, index * BLOCK_D, BLOCK_D, (index + 1) * BLOCK_D, acc, BLOCK_D, BLOCK_D, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def tree_backward_kernel(
     product_ptr, partial_ptr, parent_ptr, gradient_ptr,
     block_base, num_blocks, num_splits, num_parents, total_blocks,
@@ -180,13 +180,13 @@ def tree_backward_kernel(
     for split in range(num_splits):
         acc += load_square(partial_ptr, (head * num_blocks + block) * num_splits + split, BLOCK_D)
     if block // 2 < num_parents:
-        parent = round_tf32(load_square(parent_ptr, head * num_parents + block // 2, BLOCK_D))
+        parent = load_square(parent_ptr, head * num_parents + block // 2, BLOCK_D)
         index = head * total_blocks + block_base + block
         if block % 2 == 0:
             right = load_square(product_ptr, index + 1, BLOCK_D)
-            acc += tl.dot(parent, tl.trans(right), input_precision=PRECISION)
+            acc += product_dot(parent, tl.trans(right), PRECISION)
         else:
             left = load_square(product_ptr, index - 1, BLOCK_D)
-            acc += tl.dot(tl.trans(left), parent, input_precision=PRECISION)
+            acc += product_dot(tl.trans(left), parent, PRECISION)
     index = head * num_blocks + block
     store_tile(gradient_ptr, index * BLOCK_D, BLOCK_D, (index + 1) * BLOCK_D, acc, BLOCK_D, BLOCK_D, BLOCK_D)

@@ -12,6 +12,11 @@ CHUNK = 64
 """Tokens per UT transform: the triangular solve costs CHUNK^2, a level less costs D^2, per token."""
 
 
+RUNTIME = """T H HQ num_chunks num_levels total_rows total_blocks child_base parent_base level row_base num_blocks
+num_splits num_parents block_base stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh""".split()
+"""Arguments that follow the sequence length: specialising on them would compile anew for other lengths."""
+
+
 def num_levels(seq_len: int) -> int:
     """Levels that have at least one square: level l needs more than CHUNK << l tokens."""
     levels = 0
@@ -94,3 +99,44 @@ def load_square(ptr, index, SIZE: tl.constexpr):
 def round_tf32(x):
     """fp32 to the nearest tf32: the tensor core would truncate, which biases every product down."""
     return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split(x, dtype: tl.constexpr):
+    """fp32 x as high + low of a 16-bit type."""
+    high = x.to(dtype)
+    return high, (x - high.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr):
+    """a b in fp32, to 2^-16 or better. PRECISION: "tf32x3" for fp32 tiles, "bf16x3" or "fp16x3" for 16-bit ones.
+
+    Between 16-bit tiles this is one exact product; an fp32 operand is split into two 16-bit terms. The
+    C x C products of the transform enter every level: in tf32 they alone cost nearly parallel w an error
+    of 1e-2 in dw and dbeta (T = 2048, fp64 otherwise).
+    """
+    if PRECISION == "tf32x3":
+        return tl.dot(a, b, input_precision="tf32x3")
+    TILE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16x3" else tl.float16
+    if a.dtype == tl.float32:
+        a_high, a_low = split(a, TILE)
+        if b.dtype == tl.float32:
+            b_high, b_low = split(b, TILE)
+            return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+        else:
+            return tl.dot(a_high, b, tl.dot(a_low, b))
+    elif b.dtype == tl.float32:
+        b_high, b_low = split(b, TILE)
+        return tl.dot(a, b_high, tl.dot(a, b_low))
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def product_dot(a, b, PRECISION: tl.constexpr):
+    """a b with D x D products: tf32 rounded to nearest suffices (3e-4 in o after all levels), b is stored so."""
+    if PRECISION == "tf32x3":
+        return tl.dot(a, b, input_precision="tf32x3")
+    else:
+        return tl.dot(round_tf32(a), b, input_precision="tf32")
