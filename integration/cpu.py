@@ -5,12 +5,14 @@ torch.cuda, which fails at the first call; here a stand-in answers for the CPU. 
 an accelerator is there.
 """
 
+import atexit
 import functools
 import importlib
 import os
 import platform
 import resource
 import sys
+import time
 import types
 
 import torch
@@ -71,6 +73,9 @@ def activate_without_accelerator() -> None:
     FSDPModule.set_gradient_divide_factor = _without_premultiplied_sum(
         FSDPModule.set_gradient_divide_factor
     )
+    # A gloo thread drops the tensors of its last collective under the GIL. If the interpreter is
+    # gone by then the process aborts, about once in fifteen runs on a busy machine: let it go first.
+    atexit.register(time.sleep, 0.5)
 
 
 def _without_premultiplied_sum(set_gradient_divide_factor):
