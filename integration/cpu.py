@@ -74,7 +74,7 @@ def activate_without_accelerator() -> None:
         FSDPModule.set_gradient_divide_factor
     )
     # A gloo thread drops the tensors of its last collective under the GIL. If the interpreter is
-    # gone by then the process aborts, about once in fifteen runs on a busy machine: let it go first.
+    # gone by then, the process aborts (one run in fifteen on a busy machine): let it go first.
     atexit.register(time.sleep, 0.5)
 
 

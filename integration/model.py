@@ -81,7 +81,7 @@ class PathArgs:
 
     @property
     def _n_kv_heads(self):
-        return self.n_kv_heads or self.n_heads
+        return getattr(self, "n_kv_heads", None) or self.n_heads
 
     @property
     def _head_dim(self):
@@ -119,6 +119,14 @@ class TitanAttention(PathAttention):
     """`PathAttention` with the signature and the initialisation of a torchtitan attention."""
 
     def __init__(self, stock: torch.nn.Module, **options):
+        missing = [
+            name for name in ("wq", "wk", "wv", "wo", "head_dim") if not hasattr(stock, name)
+        ]
+        if missing:
+            raise TypeError(
+                "block.attention must have wq, wk, wv, wo and head_dim to be replaced: "
+                f"{type(stock).__module__}.{type(stock).__name__} lacks {', '.join(missing)}"
+            )
         super().__init__(
             stock.wq,
             stock.wk,

@@ -7,16 +7,18 @@ import inspect
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
-from torchtitan.models import llama3, qwen3
+from torchtitan.models import deepseek_v3, llama3, qwen3
 from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools import utils
 
-from path_backend.integration import job_config, train_spec
+from path_backend.integration import cpu, job_config, train_spec
 from path_backend.integration.flops import transform_flops_per_token
 from path_backend.integration.model import ATTENTIONS
 
@@ -143,6 +145,47 @@ def test_refuses_head_counts():
     args = train_spec.wrap_train_spec(spec).model_args["odd"]
     with pytest.raises(ValueError, match="multiple of n_kv_heads, but flavor .* has 4 and 3"):
         args.update_from_config(parse())
+
+
+def test_refuses_other_attentions():
+    """A model of another kind failing at an attribute instead of saying what is needed."""
+    spec = train_spec.wrap_train_spec(deepseek_v3.get_train_spec())
+    args = spec.model_args["debugmodel"]
+    args.update_from_config(parse())
+    with torch.device("meta"), pytest.raises(TypeError, match="must have wq, .* lacks wk, wv"):
+        spec.model_cls(args)
+
+
+def test_document_mask_follows_the_flavor():
+    """A flavor with a mask per document trained without it, or a mask where none was asked for."""
+    tokenizer = SimpleNamespace(eos_id=5)
+    tokens = torch.tensor([[1, 5, 2, 3]])
+    spec = train_spec.wrap_train_spec(llama3.get_train_spec())
+    for flavor, flag, masked in (
+        ("debugmodel", "--model.path.no_document_mask", False),
+        ("debugmodel", "--model.path.document_mask", True),
+        ("debugmodel_varlen_attn", "--model.path.no_document_mask", True),
+    ):
+        args = configured_args(parse(flag), flavor)
+        assert (args.attn_type in ("flex", "varlen")) == masked  # the trainer asks for masks
+        with torch.device("meta"):
+            model = spec.model_cls(args)
+        if masked:
+            assert model.get_attention_masks(tokens, tokenizer).tolist() == [[0, 0, 2, 2]]
+            with pytest.raises(ValueError, match="end-of-text token, got none"):
+                model.get_attention_masks(tokens, SimpleNamespace(eos_id=None))
+        else:
+            with pytest.raises(TypeError, match="document_mask is false"):
+                model.get_attention_masks(tokens, tokenizer)
+
+
+def test_accelerator_is_left_alone(monkeypatch):
+    """The CPU put in place of a GPU that is there."""
+    monkeypatch.setattr(cpu, "_get_available_device_type", lambda: "cuda")
+    monkeypatch.setattr(utils, "device_type", "cuda")
+    monkeypatch.setattr(utils, "device_module", torch.cuda)
+    cpu.activate_without_accelerator()
+    assert (utils.device_type, utils.device_module) == ("cuda", torch.cuda)
 
 
 @pytest.mark.parametrize("stock", [llama3, qwen3], ids=["llama3", "qwen3"])
