@@ -210,14 +210,21 @@ def key_pass(
     dk, dv, col_sum, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, gate_ptr, start_ptr, stride_q, stride_gt,
     lo, hi, T, keys, gate_k, gate_ref, scale,
     Q_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, WHOLE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The query rows lo ... hi - 1 of one head, all of them after the keys."""
+    """The query rows lo ... hi - 1 of one head, all of them after the keys. WHOLE: no tile passes the end T."""
     for m in range(lo, hi, BLOCK_M):
         rows = m + tl.arange(0, BLOCK_M)
-        q = load_tile(q_ptr, m, stride_q, T, BLOCK_M, BLOCK_D, Q_WIDTH)
-        d_out = load_tile(d_out_ptr, m, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
-        lse, delta = load_rows(lse_ptr, delta_ptr, rows, T)
+        if WHOLE:
+            q = load_full_tile(q_ptr, m, stride_q, BLOCK_M, BLOCK_D, Q_WIDTH)
+            d_out = load_full_tile(d_out_ptr, m, stride_gt, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
+            lse = tl.load(lse_ptr + rows) * 1.4426950408889634
+            delta = tl.load(delta_ptr + rows)
+        else:
+            q = load_tile(q_ptr, m, stride_q, T, BLOCK_M, BLOCK_D, Q_WIDTH)
+            d_out = load_tile(d_out_ptr, m, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
+            lse, delta = load_rows(lse_ptr, delta_ptr, rows, T)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
         if HAS_GATE:
             gate_q = (tl.load(gate_ptr + rows, mask=rows < T, other=0.0) - gate_ref).to(tl.float32)
@@ -318,12 +325,16 @@ def attention_dkdv_kernel(
                 True, (not HAS_PATH) or part > 0, HAS_GATE, PRECISION,
             )  # fmt: skip
         if not HAS_PATH:
-            dk, dv, col_sum = key_pass(
-                dk, dv, col_sum, k, v, q_ptr + g * stride_qh, d_out_ptr + g * stride_gh, lse_ptr + g * T,
-                delta_ptr + g * T, gate_ptr + g * T, start_ptr, stride_qt, stride_gt, n0 + BLOCK_N, reach, T,
-                keys, gate_k, gate_ref, logit_scale,
-                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, HAS_GATE, HAS_DOC, PRECISION,
-            )  # fmt: skip
+            lo = n0 + BLOCK_N
+            middle = tl.maximum(lo, tl.minimum(reach, T // BLOCK_M * BLOCK_M))
+            for whole in tl.static_range(2):
+                dk, dv, col_sum = key_pass(
+                    dk, dv, col_sum, k, v, q_ptr + g * stride_qh, d_out_ptr + g * stride_gh, lse_ptr + g * T,
+                    delta_ptr + g * T, gate_ptr + g * T, start_ptr, stride_qt, stride_gt,
+                    lo if whole == 0 else middle, middle if whole == 0 else reach, T, keys, gate_k, gate_ref,
+                    logit_scale,
+                    HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, whole == 0, HAS_GATE, HAS_DOC, PRECISION,
+                )  # fmt: skip
         if HAS_GATE:
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
 
@@ -346,13 +357,17 @@ def attention_dkdv_kernel(
                     gate_k = key.to(tl.float32)
                     if HAS_GATE:
                         gate_k = (gate_ref - tl.load(gate_ptr + g * T + keys)).to(tl.float32)
-                    dk, dv, col_sum = key_pass(
-                        dk, dv, col_sum, k, v, q_levels_ptr + (g * total_rows + shift) * BLOCK_D,
-                        d_out_ptr + g * stride_gh, lse_ptr + g * T, delta_ptr + g * T, gate_ptr + g * T, start_ptr,
-                        BLOCK_D, stride_gt, right, tl.minimum(right + half, reach), T,
-                        keys, gate_k, gate_ref, logit_scale,
-                        BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, HAS_GATE, HAS_DOC, PRECISION,
-                    )  # fmt: skip
+                    hi = tl.minimum(right + half, reach)
+                    middle = tl.maximum(right, tl.minimum(hi, T // BLOCK_M * BLOCK_M))
+                    for whole in tl.static_range(2):
+                        dk, dv, col_sum = key_pass(
+                            dk, dv, col_sum, k, v, q_levels_ptr + (g * total_rows + shift) * BLOCK_D,
+                            d_out_ptr + g * stride_gh, lse_ptr + g * T, delta_ptr + g * T, gate_ptr + g * T,
+                            start_ptr, BLOCK_D, stride_gt,
+                            right if whole == 0 else middle, middle if whole == 0 else hi, T, keys, gate_k, gate_ref,
+                            logit_scale,
+                            BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, whole == 0, HAS_GATE, HAS_DOC, PRECISION,
+                        )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads
                         col_sum += tl.load(col_sum_ptr + g * T + keys)

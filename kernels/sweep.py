@@ -4,14 +4,15 @@
     left block:   k <- P_right^T k       (row form  k P_right)
     P <- P_left P_right
 
-A program owns the queries (or keys) of one chunk and carries them in fp32 through every level, so that each
-stored level is rounded once. Level 0 moves by the chunk's factors W, X; higher levels by D x D products.
+A program owns the queries (or keys) of two chunks and carries them in fp32 through every level, so that each
+stored level is rounded once. Level 0 moves by the chunk's factors W, X; higher levels by D x D products, whose
+loads a tile of two chunks halves.
 """
 
 import triton
 import triton.language as tl
 
-from .chunk import load_factors, reflect
+from .chunk import load_factors
 from .tiles import RUNTIME, dot, load_square, load_tile, product_dot, round_tf32, rows_of_level, store_tile
 
 
@@ -72,55 +73,58 @@ def query_sweep_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Local logits of a chunk [C, C] (fp32, unscaled), and its queries at every level where it lies right."""
-    chunk, q_head = tl.program_id(0), tl.program_id(1)
+    """Local logits [C, C] (fp32, unscaled) of two chunks, and their queries at every level where they lie right."""
+    ROWS: tl.constexpr = 2 * CHUNK
+    first, q_head = tl.program_id(0) * ROWS, tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
     h = hq // GROUP
     head = (q_head // HQ) * (HQ // GROUP) + h
+    q_head = q_head.to(tl.int64)
     w_ptr += b * stride_wb + h * stride_wh
     beta_ptr += b * stride_bb + h * stride_bh
-    first = chunk * CHUNK
-    q = load_tile(q_ptr + b * stride_qb + hq * stride_qh, first, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
-    k = load_tile(k_ptr + b * stride_kb + h * stride_kh, first, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
-    w, x = load_factors(
-        w_ptr, beta_ptr, inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK
-    )
-    offs = tl.arange(0, CHUNK)
-    low = tl.where(offs[:, None] >= offs[None, :], dot(q, tl.trans(w), PRECISION), 0.0)
-    up = tl.where(offs[:, None] < offs[None, :], dot(k, tl.trans(w), PRECISION), 0.0)
-    a = dot(low, tl.trans(x), PRECISION)
-    local = dot(q, tl.trans(k), PRECISION)
-    local -= dot(a, tl.trans(up), PRECISION)
-    index = q_head.to(tl.int64) * num_chunks + chunk
-    store_tile(local_ptr, index * CHUNK, CHUNK, (index + 1) * CHUNK, local, CHUNK, CHUNK, CHUNK)
-    if chunk > 0:
-        t = q.to(tl.float32) - dot(a, w, PRECISION)
-        levels_ptr += q_head.to(tl.int64) * total_rows * BLOCK_D
-        document = 0  # of the two chunks that share attention tiles
-        if HAS_DOC:
-            document = tl.load(start_ptr + b * T + first // (2 * CHUNK) * (2 * CHUNK))
-        if chunk % 2 == 1:
-            store_tile(levels_ptr, chunk // 2 * CHUNK, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
-            if num_levels > 1:
-                w0, x0 = load_factors(
-                    w_ptr, beta_ptr, inverse_ptr, chunk - 1, num_chunks, head, stride_wt, stride_bt, T,
-                    HEAD_DIM, BLOCK_D, CHUNK,
-                )  # fmt: skip
-                t = reflect(t, w0, tl.trans(x0), PRECISION)
-        row_base = rows_of_level(T, 0, CHUNK)
-        block_base = head.to(tl.int64) * total_blocks
-        for level in range(1, num_levels):
-            block = chunk >> level
-            half = CHUNK << level
-            if block % 2 == 1:
-                if block * half > document:
-                    row = row_base + block // 2 * half + (first - block * half)
-                    store_tile(levels_ptr, row, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
-                    if level < num_levels - 1:
-                        product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
-                        t = product_dot(t, tl.trans(product), PRECISION)
-            row_base += rows_of_level(T, level, CHUNK)
-            block_base += T // half
+    k_ptr += b * stride_kb + h * stride_kh
+    local_ptr += q_head * num_chunks * CHUNK * CHUNK
+    levels_ptr += q_head * total_rows * BLOCK_D
+    row = tl.arange(0, ROWS)
+    col = tl.arange(0, CHUNK)
+    q = load_tile(q_ptr + b * stride_qb + hq * stride_qh, first, stride_qt, T, ROWS, BLOCK_D, HEAD_DIM)
+    t = q.to(tl.float32)
+    for step in tl.static_range(2):
+        part = 1 - step
+        chunk = first // CHUNK + part
+        if chunk < num_chunks:
+            w, x = load_factors(
+                w_ptr, beta_ptr, inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T,
+                HEAD_DIM, BLOCK_D, CHUNK,
+            )  # fmt: skip
+            # rows before the chunk do not meet it, its own rows meet it causally, later rows wholly
+            meets = row[:, None] >= part * CHUNK + col[None, :]
+            a = dot(tl.where(meets, dot(t, tl.trans(w), PRECISION), 0.0), tl.trans(x), PRECISION)
+            t -= dot(a, w, PRECISION)
+            k = load_tile(k_ptr, chunk * CHUNK, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
+            up = tl.where(col[:, None] < col[None, :], dot(k, tl.trans(w), PRECISION), 0.0)
+            local = dot(q, tl.trans(k), PRECISION) - dot(a, tl.trans(up), PRECISION)
+            pointers = local_ptr + (first + row).to(tl.int64)[:, None] * CHUNK + col[None, :]
+            tl.store(pointers, local, mask=(row // CHUNK == part)[:, None])
+            if part == 1:
+                square = levels_ptr + (first // 2 - CHUNK + row)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+                tl.store(square, t.to(levels_ptr.dtype.element_ty), mask=(row >= CHUNK)[:, None])
+    document = 0
+    if HAS_DOC:
+        document = tl.load(start_ptr + b * T + first)
+    row_base = rows_of_level(T, 0, CHUNK)
+    block_base = head.to(tl.int64) * total_blocks
+    for level in range(1, num_levels):
+        half = CHUNK << level
+        block = first // half
+        if (block % 2 == 1) & (block * half > document):
+            here = row_base + block // 2 * half + first % half
+            store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
+            if level < num_levels - 1:
+                product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
+                t = product_dot(t, tl.trans(product), PRECISION)
+        row_base += rows_of_level(T, level, CHUNK)
+        block_base += T // half
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -131,46 +135,42 @@ def key_sweep_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys of a chunk at every level where it lies left of a block that has a token."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
+    """Keys of two chunks at every level where they lie left of a block that has a token."""
+    ROWS: tl.constexpr = 2 * CHUNK
+    first, head = tl.program_id(0) * ROWS, tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     w_ptr += b * stride_wb + h * stride_wh
     beta_ptr += b * stride_bb + h * stride_bh
-    first = chunk * CHUNK
+    levels_ptr += head.to(tl.int64) * total_rows * BLOCK_D
+    row = tl.arange(0, ROWS)
+    col = tl.arange(0, CHUNK)
     if first + CHUNK < T:
-        k = load_tile(k_ptr + b * stride_kb + h * stride_kh, first, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
-        w, x = load_factors(
-            w_ptr, beta_ptr, inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK
-        )
-        offs = tl.arange(0, CHUNK)
-        up = tl.where(offs[:, None] < offs[None, :], dot(k, tl.trans(w), PRECISION), 0.0)
-        e = dot(up, x, PRECISION)
-        t = k.to(tl.float32) - dot(e, w, PRECISION)
-        levels_ptr += head.to(tl.int64) * total_rows * BLOCK_D
-        reach = T  # no query at or after this position attends to the chunk
+        k = load_tile(k_ptr + b * stride_kb + h * stride_kh, first, stride_kt, T, ROWS, BLOCK_D, HEAD_DIM)
+        t = k.to(tl.float32)
+        for part in tl.static_range(2):
+            w, x = load_factors(
+                w_ptr, beta_ptr, inverse_ptr, first // CHUNK + part, num_chunks, head, stride_wt, stride_bt, T,
+                HEAD_DIM, BLOCK_D, CHUNK,
+            )  # fmt: skip
+            meets = row[:, None] < part * CHUNK + col[None, :]
+            e = dot(tl.where(meets, dot(t, tl.trans(w), PRECISION), 0.0), x, PRECISION)
+            t -= dot(e, w, PRECISION)
+            if part == 0:
+                store_tile(levels_ptr, first // 2, BLOCK_D, first // 2 + CHUNK, t, ROWS, BLOCK_D, BLOCK_D)
+        reach = T  # no query at or after this position attends to the tile
         if HAS_DOC:
-            last = (first // (2 * CHUNK) + 1) * (2 * CHUNK) - 1
-            reach = tl.load(end_ptr + b * T + tl.minimum(last, T - 1))
-        if chunk % 2 == 0:
-            store_tile(levels_ptr, chunk // 2 * CHUNK, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
-            if num_levels > 1:
-                w1, x1 = load_factors(
-                    w_ptr, beta_ptr, inverse_ptr, chunk + 1, num_chunks, head, stride_wt, stride_bt, T,
-                    HEAD_DIM, BLOCK_D, CHUNK,
-                )  # fmt: skip
-                t = reflect(t, w1, x1, PRECISION)
+            reach = tl.load(end_ptr + b * T + tl.minimum(first + ROWS, T) - 1)
         row_base = rows_of_level(T, 0, CHUNK)
         block_base = head.to(tl.int64) * total_blocks
         for level in range(1, num_levels):
-            block = chunk >> level
             half = CHUNK << level
+            block = first // half
             right = (block + 1) * half
-            if block % 2 == 0:
-                if right < reach:
-                    row = row_base + block // 2 * half + (first - block * half)
-                    store_tile(levels_ptr, row, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
-                    if (level < num_levels - 1) & (right + half <= T):
-                        product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
-                        t = product_dot(t, product, PRECISION)
+            if (block % 2 == 0) & (right < reach):
+                here = row_base + block // 2 * half + first % half
+                store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
+                if (level < num_levels - 1) & (right + half <= T):
+                    product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
+                    t = product_dot(t, product, PRECISION)
             row_base += rows_of_level(T, level, CHUNK)
             block_base += T // half

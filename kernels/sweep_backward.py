@@ -13,7 +13,7 @@ products' gradients are then reduced in a fixed order.
 import triton
 import triton.language as tl
 
-from .chunk import load_factors, reflect
+from .chunk import load_factors
 from .tiles import RUNTIME, dot, load_square, load_tile, product_dot, rows_of_level, store_tile
 
 
@@ -25,48 +25,48 @@ def query_sweep_backward_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a chunk's q_start; on the way dq_square -> dq+ in the levels."""
-    chunk, q_head = tl.program_id(0), tl.program_id(1)
+    """Gradient of two chunks' q_start; on the way dq_square -> dq+ in the levels."""
+    ROWS: tl.constexpr = 2 * CHUNK
+    first, q_head = tl.program_id(0) * ROWS, tl.program_id(1)
     b, h = (q_head // HQ).to(tl.int64), q_head % HQ // GROUP
     head = ((q_head // HQ) * (HQ // GROUP) + h).to(tl.int64)
     q_head = q_head.to(tl.int64)
-    first = chunk * CHUNK
     levels_ptr += q_head * total_rows * BLOCK_D
     document = 0
     if HAS_DOC:
-        document = tl.load(start_ptr + b * T + first // (2 * CHUNK) * (2 * CHUNK))
-    t = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+        document = tl.load(start_ptr + b * T + first)
+    t = tl.zeros([ROWS, BLOCK_D], tl.float32)
     row_base = total_rows
     block_base = head * total_blocks + total_blocks
     for step in range(1, num_levels):
         level = num_levels - step
-        block = chunk >> level
         half = CHUNK << level
+        block = first // half
         row_base -= rows_of_level(T, level, CHUNK)
         if level < num_levels - 1:
             block_base -= T // half
-        if block % 2 == 1:
-            if block * half > document:
-                row = row_base + block // 2 * half + (first - block * half)
-                square = load_tile(levels_ptr, row, BLOCK_D, total_rows, CHUNK, BLOCK_D, BLOCK_D).to(tl.float32)
-                if level < num_levels - 1:
-                    store_tile(levels_ptr, row, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
-                    product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
-                    t = product_dot(t, product, PRECISION)
-                t += square
-    if chunk % 2 == 1:
-        row = chunk // 2 * CHUNK
-        square = load_tile(levels_ptr, row, BLOCK_D, total_rows, CHUNK, BLOCK_D, BLOCK_D).to(tl.float32)
-        if num_levels > 1:
-            store_tile(levels_ptr, row, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
-            w0, x0 = load_factors(
-                w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr,
-                chunk - 1, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
-            )  # fmt: skip
-            t = reflect(t, w0, x0, PRECISION)
-        t += square
-    index = q_head * num_chunks + chunk
-    store_tile(dq_start_ptr, index * CHUNK, BLOCK_D, (index + 1) * CHUNK, t, CHUNK, BLOCK_D, BLOCK_D)
+        if (block % 2 == 1) & (block * half > document):
+            here = row_base + block // 2 * half + first % half
+            square = load_tile(levels_ptr, here, BLOCK_D, total_rows, ROWS, BLOCK_D, BLOCK_D).to(tl.float32)
+            if level < num_levels - 1:
+                store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
+                product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
+                t = product_dot(t, product, PRECISION)
+            t += square
+    row = tl.arange(0, ROWS)
+    if first + CHUNK < T:
+        pointers = levels_ptr + (first // 2 - CHUNK + row)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        moves = (row >= CHUNK)[:, None]
+        square = tl.load(pointers, mask=moves, other=0.0).to(tl.float32)
+        tl.store(pointers, t.to(levels_ptr.dtype.element_ty), mask=moves)
+        w, x = load_factors(
+            w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr,
+            first // CHUNK, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
+        )  # fmt: skip
+        tw = tl.where(moves, dot(t, tl.trans(w), PRECISION), 0.0)
+        t += square - dot(dot(tw, x, PRECISION), w, PRECISION)
+    index = q_head * num_chunks * CHUNK
+    store_tile(dq_start_ptr, index + first, BLOCK_D, index + num_chunks * CHUNK, t, ROWS, BLOCK_D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -77,49 +77,47 @@ def key_sweep_backward_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a chunk's k_end; on the way dk_square -> dk+ in the levels."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
+    """Gradient of two chunks' k_end; on the way dk_square -> dk+ in the levels."""
+    ROWS: tl.constexpr = 2 * CHUNK
+    first, head = tl.program_id(0) * ROWS, tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     head = head.to(tl.int64)
-    first = chunk * CHUNK
     levels_ptr += head * total_rows * BLOCK_D
     reach = T
     if HAS_DOC:
-        last = (first // (2 * CHUNK) + 1) * (2 * CHUNK) - 1
-        reach = tl.load(end_ptr + b * T + tl.minimum(last, T - 1))
-    t = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+        reach = tl.load(end_ptr + b * T + tl.minimum(first + ROWS, T) - 1)
+    t = tl.zeros([ROWS, BLOCK_D], tl.float32)
     row_base = total_rows
     block_base = head * total_blocks + total_blocks
     for step in range(1, num_levels):
         level = num_levels - step
-        block = chunk >> level
         half = CHUNK << level
+        block = first // half
         right = (block + 1) * half
         row_base -= rows_of_level(T, level, CHUNK)
         if level < num_levels - 1:
             block_base -= T // half
-        if block % 2 == 0:
-            if right < reach:
-                row = row_base + block // 2 * half + (first - block * half)
-                square = load_tile(levels_ptr, row, BLOCK_D, total_rows, CHUNK, BLOCK_D, BLOCK_D).to(tl.float32)
-                if (level < num_levels - 1) & (right + half <= T):
-                    store_tile(levels_ptr, row, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
-                    product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
-                    t = product_dot(t, tl.trans(product), PRECISION)
-                t += square
-    if (chunk % 2 == 0) & (first + CHUNK < T):
-        row = chunk // 2 * CHUNK
-        square = load_tile(levels_ptr, row, BLOCK_D, total_rows, CHUNK, BLOCK_D, BLOCK_D).to(tl.float32)
-        if num_levels > 1:
-            store_tile(levels_ptr, row, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
-            w1, x1 = load_factors(
-                w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr,
-                chunk + 1, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
-            )  # fmt: skip
-            t = reflect(t, w1, tl.trans(x1), PRECISION)
-        t += square
-    index = head * num_chunks + chunk
-    store_tile(dk_end_ptr, index * CHUNK, BLOCK_D, (index + 1) * CHUNK, t, CHUNK, BLOCK_D, BLOCK_D)
+        if (block % 2 == 0) & (right < reach):
+            here = row_base + block // 2 * half + first % half
+            square = load_tile(levels_ptr, here, BLOCK_D, total_rows, ROWS, BLOCK_D, BLOCK_D).to(tl.float32)
+            if (level < num_levels - 1) & (right + half <= T):
+                store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
+                product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
+                t = product_dot(t, tl.trans(product), PRECISION)
+            t += square
+    row = tl.arange(0, ROWS)
+    if first + CHUNK < T:
+        end = first // 2 + CHUNK
+        square = load_tile(levels_ptr, first // 2, BLOCK_D, end, ROWS, BLOCK_D, BLOCK_D).to(tl.float32)
+        store_tile(levels_ptr, first // 2, BLOCK_D, end, t, ROWS, BLOCK_D, BLOCK_D)
+        w, x = load_factors(
+            w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr,
+            first // CHUNK + 1, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
+        )  # fmt: skip
+        tw = tl.where((row < CHUNK)[:, None], dot(t, tl.trans(w), PRECISION), 0.0)
+        t += square - dot(dot(tw, tl.trans(x), PRECISION), w, PRECISION)
+    index = head * num_chunks * CHUNK
+    store_tile(dk_end_ptr, index + first, BLOCK_D, index + num_chunks * CHUNK, t, ROWS, BLOCK_D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
