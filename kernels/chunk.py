@@ -25,33 +25,17 @@ from .tiles import RUNTIME, dot, load_square, load_tile, store_tile
 
 
 @triton.jit
-def unit_upper_inverse(n, SIZE: tl.constexpr):
-    """(I + n)^-1 for n strictly upper triangular [SIZE, SIZE], by blocked substitution.
+def merge_blocks(inverse, n, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + n)^-1 on diagonal blocks of 2 BLOCK from that of BLOCK, for n strictly upper [..., SIZE, SIZE].
 
-    Rows of the 16 x 16 diagonal blocks first, in plain fp32; then blocks are merged pairwise:
-    the inverse of [[a, e], [0, d]] has -a^-1 e d^-1 in its corner.
+    The corner of the inverse of [[a, e], [0, d]] is -a^-1 e d^-1: substitution with blocks.
     """
-    BASE: tl.constexpr = 16
-    PARTS: tl.constexpr = SIZE // BASE
-    part = tl.arange(0, PARTS)
-    same = (part[:, None] == part[None, :])[:, None, :, None]
-    diagonal = tl.sum(tl.where(same, tl.reshape(n, [PARTS, BASE, PARTS, BASE]), 0.0), axis=2)
-    row = tl.arange(0, BASE)[None, :, None]
-    inverse = tl.where(row == tl.arange(0, BASE)[None, None, :], 1.0, 0.0) + tl.zeros_like(diagonal)
-    for step in range(1, BASE):
-        here = row == BASE - 1 - step
-        coefficients = tl.sum(tl.where(here, diagonal, 0.0), axis=1)
-        update = tl.sum(coefficients[:, :, None] * inverse, axis=1)
-        inverse = tl.where(here, inverse - update[:, None, :], inverse)
-    spread = tl.where(same, inverse[:, :, None, :], 0.0)
-    inverse = tl.reshape(spread, [SIZE, SIZE])
-    block = tl.arange(0, SIZE) // BASE
-    for level in tl.static_range(2 if SIZE == 64 else 1):
-        left = block >> level
-        corner = (left[:, None] + 1 == left[None, :]) & (left[:, None] % 2 == 0)
-        edge = tl.dot(tl.where(corner, n, 0.0), inverse, input_precision="tf32x3")
-        inverse -= tl.dot(inverse, edge, input_precision="tf32x3")
-    return inverse
+    block = tl.arange(0, SIZE) // BLOCK
+    corner = (block[:, None] + 1 == block[None, :]) & (block[:, None] % 2 == 0)
+    if len(n.shape) == 3:
+        corner = corner[None, :, :]
+    edge = tl.dot(tl.where(corner, n, 0.0), inverse, input_precision=PRECISION)
+    return inverse - tl.dot(inverse, edge, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -60,20 +44,44 @@ def chunk_inverse_kernel(
     stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
     T, H, num_chunks,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-   
 ):  # fmt: skip
-    """M^-1 [C, C] of every chunk, fp32."""
+    """M^-1 [C, C] of every chunk by blocked substitution, fp32."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
-    w = load_tile(w_ptr + b * stride_wb + h * stride_wh, chunk * CHUNK, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
+    w_ptr += b * stride_wb + h * stride_wh
+    beta_ptr += b * stride_bb + h * stride_bh
+    first = chunk * CHUNK
+    inverse_ptr += (head.to(tl.int64) * num_chunks + chunk) * CHUNK * CHUNK
+
+    # diagonal blocks, computed as a batch: cutting them out of the whole product costs 200 registers
+    PARTS: tl.constexpr = CHUNK // 16
+    rows = tl.arange(0, PARTS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = (first + rows < T)[:, :, None] & (offs_d < HEAD_DIM)[None, None, :]
+    base = w_ptr + first.to(tl.int64) * stride_wt
+    w = tl.load(base + rows[:, :, None] * stride_wt + offs_d[None, None, :], mask=mask, other=0.0)
+    beta = tl.load(beta_ptr + (first + rows) * stride_bt, mask=first + rows < T, other=0.0)
+    offs = tl.arange(0, 16)
+    upper = (offs[:, None] < offs[None, :])[None, :, :]
+    n = tl.where(upper, beta[:, :, None] * tl.dot(w, tl.permute(w, (0, 2, 1)), input_precision="tf32x3"), 0.0)
+    blocks = inverse_ptr + rows[:, :, None] * CHUNK + (tl.arange(0, PARTS)[:, None] * 16 + offs[None, :])[:, None, :]
+    inverse = tl.where((offs[:, None] == offs[None, :])[None, :, :], 1.0, 0.0) + tl.zeros_like(n)
+    inverse = merge_blocks(inverse, n, 16, 1, "ieee")
+    inverse = merge_blocks(inverse, n, 16, 2, "ieee")
+    inverse = merge_blocks(inverse, n, 16, 4, "ieee")
+    inverse = merge_blocks(inverse, n, 16, 8, "ieee")
+    tl.store(blocks, inverse)
+    tl.debug_barrier()  # rows come back to other threads
+
+    w = load_tile(w_ptr, first, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
     offs = tl.arange(0, CHUNK)
-    rows = chunk * CHUNK + offs
-    beta = tl.load(beta_ptr + b * stride_bb + h * stride_bh + rows * stride_bt, mask=rows < T, other=0.0)
-    s = dot(w, tl.trans(w), PRECISION)
-    n = tl.where(offs[:, None] < offs[None, :], beta[:, None] * s, 0.0)
-    inverse = unit_upper_inverse(n, CHUNK)
-    index = head.to(tl.int64) * num_chunks + chunk
-    store_tile(inverse_ptr, index * CHUNK, CHUNK, (index + 1) * CHUNK, inverse, CHUNK, CHUNK, CHUNK)
+    beta = tl.load(beta_ptr + (first + offs) * stride_bt, mask=first + offs < T, other=0.0)
+    n = beta[:, None] * dot(w, tl.trans(w), PRECISION)
+    square = inverse_ptr + offs[:, None] * CHUNK + offs[None, :]
+    inverse = tl.load(square, mask=offs[:, None] // 16 == offs[None, :] // 16, other=0.0)
+    inverse = merge_blocks(inverse, n, CHUNK, 16, "tf32x3")
+    inverse = merge_blocks(inverse, n, CHUNK, 32, "tf32x3")
+    tl.store(square, inverse)
 
 
 @triton.jit

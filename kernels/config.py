@@ -27,31 +27,44 @@ PRODUCT_ROWS = 2048
 """Tokens reduced by one program of the products' gradient: a top level of 32768 tokens still gives 8 programs a head."""
 
 
+PRODUCT_TILE = 64
+"""D x D matrices are made in tiles of this side: whole ones at D = 128 leave one program per SM."""
+
+
 def forward_tiles(dtype: torch.dtype, width: int) -> Tiles:
     """Tiles of the forward pass for heads padded to `width`."""
     if dtype == torch.float32:
         return Tiles(64, 32 if width > 64 else 64, 4, 2) if width <= 128 else Tiles(64, 32, 8, 1)
     if width <= 64:
-        return Tiles(128, 64, 4, 3)
-    return Tiles(128, 128, 8, 3) if width <= 128 else Tiles(128, 64, 8, 2)
+        return Tiles(64, 64, 4, 3)
+    return Tiles(64, 64, 4, 3) if width <= 128 else Tiles(128, 64, 8, 2)
 
 
 def query_tiles(dtype: torch.dtype, width: int) -> Tiles:
     """Tiles of the dq pass: a query tile stays, keys stream."""
     if dtype == torch.float32:
         return Tiles(64, 32, 4, 2)
-    return Tiles(128, 64, 8, 3) if width <= 128 else Tiles(64, 64, 8, 2)
+    if width <= 64:
+        return Tiles(64, 64, 4, 3)
+    return Tiles(64, 64, 4, 2) if width <= 128 else Tiles(64, 64, 8, 2)
 
 
 def key_tiles(dtype: torch.dtype, width: int) -> Tiles:
     """Tiles of the dk, dv pass: a key tile stays, queries stream."""
     if dtype == torch.float32:
-        return Tiles(32, 64, 4, 2)
+        return Tiles(64, 64, 4, 1)
     if width <= 64:
-        return Tiles(32, 128, 4, 3)
-    return Tiles(64, 128, 8, 3) if width <= 128 else Tiles(64, 64, 8, 2)
+        return Tiles(64, 64, 4, 3)
+    return Tiles(64, 64, 4, 2) if width <= 128 else Tiles(64, 64, 8, 2)
 
 
 def chunk_warps(width: int) -> int:
     """Warps of the programs that own one chunk [64, width]."""
     return 4 if width <= 64 else 8
+
+
+def sweep_options(width: int) -> dict[str, int]:
+    """Rows carried by one program of the level sweep, and its warps."""
+    if width <= 64:
+        return {"ROWS": 64, "num_warps": 4}
+    return {"ROWS": 128, "num_warps": 8}

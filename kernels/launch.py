@@ -219,7 +219,7 @@ def _frames(x: _Inputs) -> _Frames:
         "CHUNK": CHUNK,
         **x.widths,
     }
-    warps = config.chunk_warps(width)
+    side = min(width, config.PRODUCT_TILE)
     chunk_inverse_kernel[(chunks, B * H)](
         **factors, H=H, PRECISION=x.precision, num_warps=4
     )
@@ -227,13 +227,13 @@ def _frames(x: _Inputs) -> _Frames:
     for level in range(1, levels - 1):
         count = tiles.level_blocks(T, level)
         if level == 1:
-            block_product_kernel[(count, B * H)](
-                **factors, product_ptr=frames.products, H=H, total_blocks=blocks, PRECISION=x.precision, num_warps=warps
+            block_product_kernel[(count, B * H, width // side)](
+                **factors, product_ptr=frames.products, H=H, total_blocks=blocks, COLS=side, PRECISION=x.precision
             )
         else:
             child = base - tiles.level_blocks(T, level - 1)
-            tree_kernel[(count, B * H)](
-                frames.products, child, base, blocks, BLOCK_D=width, PRECISION=x.precision, num_warps=warps
+            tree_kernel[(count, B * H, (width // side) ** 2)](
+                frames.products, child, base, blocks, BLOCK_D=width, TILE=side, PRECISION=x.precision
             )
         base += count
     sweep = {
@@ -244,9 +244,9 @@ def _frames(x: _Inputs) -> _Frames:
         "total_blocks": blocks,
         "HAS_DOC": x.document_start is not None,
         "PRECISION": x.precision,
-        "num_warps": warps,
+        **config.sweep_options(width),
     }
-    query_sweep_kernel[(chunks, B * HQ)](
+    query_sweep_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
         **sweep,
         q_ptr=x.q,
         k_ptr=x.k,
@@ -257,7 +257,7 @@ def _frames(x: _Inputs) -> _Frames:
         HQ=HQ,
         GROUP=x.group,
     )
-    key_sweep_kernel[(chunks, B * H)](
+    key_sweep_kernel[(triton.cdiv(T, sweep["ROWS"]), B * H)](
         **sweep, k_ptr=x.k, levels_ptr=frames.k_levels, end_ptr=x.document_end, **_strides(("k", x.k)), H=H
     )
     return frames
@@ -446,7 +446,7 @@ def _frames_backward(
     H, width = x.k.shape[2], _padded(D)
     chunks, levels = triton.cdiv(T, CHUNK), tiles.num_levels(T)
     rows, blocks = tiles.total_rows(T), tiles.total_blocks(T)
-    warps = config.chunk_warps(width)
+    warps, side = config.chunk_warps(width), min(width, config.PRODUCT_TILE)
     dq_start = dq_levels.new_empty(B, HQ, chunks, CHUNK, width)
     dk_end = dk_levels.new_empty(B, H, chunks, CHUNK, width)
     sweep = {
@@ -463,13 +463,13 @@ def _frames_backward(
         "CHUNK": CHUNK,
         "HAS_DOC": x.document_start is not None,
         "PRECISION": x.precision,
-        "num_warps": warps,
+        **config.sweep_options(width),
         **x.widths,
     }
-    query_sweep_backward_kernel[(chunks, B * HQ)](
+    query_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
         **sweep, levels_ptr=dq_levels, dq_start_ptr=dq_start, start_ptr=x.document_start, HQ=HQ, GROUP=x.group
     )
-    key_sweep_backward_kernel[(chunks, B * H)](
+    key_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * H)](
         **sweep, levels_ptr=dk_levels, dk_end_ptr=dk_end, end_ptr=x.document_end, H=H
     )
     gradient, count = frames.products, 0  # of the level above; none at the top
@@ -482,7 +482,7 @@ def _frames_backward(
         tokens = max(CHUNK, config.PRODUCT_ROWS // x.group)
         splits = triton.cdiv(CHUNK << level, tokens)
         partial = torch.empty(B * H, count, splits, width, width, dtype=torch.float32, device=x.q.device)
-        product_gradient_kernel[(count, splits, B * H)](
+        product_gradient_kernel[(count * splits, B * H, (width // side) ** 2)](
             frames.q_levels,
             frames.k_levels,
             dq_levels,
@@ -501,12 +501,12 @@ def _frames_backward(
             BLOCK_D=width,
             CHUNK=CHUNK,
             ROWS=tokens,
+            TILE=side,
             HAS_DOC=x.document_start is not None,
             PRECISION=x.precision,
-            num_warps=warps,
         )
         gradient = torch.empty(B * H, count, width, width, dtype=torch.float32, device=x.q.device)
-        tree_backward_kernel[(count, B * H)](
+        tree_backward_kernel[(count, B * H, (width // side) ** 2)](
             frames.products,
             partial,
             parent,
@@ -517,8 +517,8 @@ def _frames_backward(
             parents,
             blocks,
             BLOCK_D=width,
+            TILE=side,
             PRECISION=x.precision,
-            num_warps=warps,
         )
     dx = dw_product = dq_start
     if levels > 1:
