@@ -64,7 +64,7 @@ def tree_kernel(
     for k in range(0, BLOCK_D, TILE):
         left = tl.load(tile_pointers(left_ptr + k, r0, BLOCK_D, TILE, TILE))
         right = tl.load(tile_pointers(left_ptr + c0, BLOCK_D + k, BLOCK_D, TILE, TILE))
-        acc += product_dot(left, right, PRECISION)
+        acc += dot(left, right, PRECISION)
     parent_ptr = product_ptr + (head * total_blocks + parent_base + block) * BLOCK_D * BLOCK_D
     tl.store(tile_pointers(parent_ptr + c0, r0, BLOCK_D, TILE, TILE), round_tf32(acc))
 
@@ -128,7 +128,7 @@ def query_sweep_kernel(
             store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
             if level < num_levels - 1:
                 product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
-                t = product_dot(t, tl.trans(product), PRECISION)
+                t = product_dot(t, product, True, PRECISION)
         row_base += rows_of_level(T, level, CHUNK)
         block_base += T // half
 
@@ -181,6 +181,6 @@ def key_sweep_kernel(
                 store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
                 if (level < num_levels - 1) & (right + half <= T):
                     product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
-                    t = product_dot(t, product, PRECISION)
+                    t = product_dot(t, product, False, PRECISION)
             row_base += rows_of_level(T, level, CHUNK)
             block_base += T // half

@@ -51,7 +51,7 @@ def query_sweep_backward_kernel(
             if level < num_levels - 1:
                 store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
                 product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
-                t = product_dot(t, product, PRECISION)
+                t = product_dot(t, product, False, PRECISION)
             t += square
     if ((pair + 1) * CHUNK < T) & (first + ROWS > (pair + 1) * CHUNK):
         rows = first + tl.arange(0, ROWS)
@@ -103,7 +103,7 @@ def key_sweep_backward_kernel(
             if (level < num_levels - 1) & (right + half <= T):
                 store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
                 product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
-                t = product_dot(t, tl.trans(product), PRECISION)
+                t = product_dot(t, product, True, PRECISION)
             t += square
     if ((pair + 1) * CHUNK < T) & (first < (pair + 1) * CHUNK):
         rows = first + tl.arange(0, ROWS)
@@ -200,10 +200,10 @@ def tree_backward_kernel(
             if block % 2 == 0:
                 parent = tl.load(tile_pointers(parent_ptr + k, r0, BLOCK_D, TILE, TILE))
                 right = tl.load(tile_pointers(sibling_ptr + k, c0, BLOCK_D, TILE, TILE))
-                acc += product_dot(parent, tl.trans(right), PRECISION)
+                acc += product_dot(parent, right, True, PRECISION)
             else:
                 left = tl.load(tile_pointers(sibling_ptr + r0, k, BLOCK_D, TILE, TILE))
                 parent = tl.load(tile_pointers(parent_ptr + c0, k, BLOCK_D, TILE, TILE))
-                acc += tl.trans(product_dot(tl.trans(parent), left, PRECISION))
+                acc += dot(tl.trans(left), parent, PRECISION)
     gradient_ptr += (head * num_blocks + block) * SIZE
     tl.store(tile_pointers(gradient_ptr + c0, r0, BLOCK_D, TILE, TILE), acc)

@@ -134,9 +134,16 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def product_dot(a, b, PRECISION: tl.constexpr):
-    """a b with D x D products: tf32 rounded to nearest suffices (3e-4 in o after all levels), b is stored so."""
-    if PRECISION == "tf32x3":
-        return tl.dot(a, b, input_precision="tf32x3")
+def product_dot(a, b, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """a b, or a b^T if TRANSPOSED, for a stored D x D product b.
+
+    tf32 rounded to nearest suffices (3e-4 in o after all levels), and b is stored so; but tensor cores read
+    tf32 operands along their rows only, and turning b in shared memory costs more than two more 16-bit terms.
+    """
+    if TRANSPOSED:
+        if PRECISION == "tf32x3":
+            return tl.dot(a, tl.trans(b), input_precision="tf32x3")
+        else:
+            return tl.dot(round_tf32(a), tl.trans(b), input_precision="tf32")
     else:
-        return tl.dot(round_tf32(a), b, input_precision="tf32")
+        return dot(a, b, PRECISION)
