@@ -15,7 +15,8 @@ from torch import Tensor
 from . import config, tiles
 from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, delta_kernel
 from .attention_forward import attention_forward_kernel
-from .chunk import chunk_backward_kernel, chunk_inverse_kernel, chunk_product_backward_kernel
+from .chunk import chunk_inverse_kernel
+from .chunk_backward import chunk_backward_kernel, chunk_product_backward_kernel
 from .sweep import block_product_kernel, key_sweep_kernel, query_sweep_kernel, tree_kernel
 from .sweep_backward import (
     key_sweep_backward_kernel,
@@ -446,7 +447,7 @@ def _frames_backward(
     H, width = x.k.shape[2], _padded(D)
     chunks, levels = triton.cdiv(T, CHUNK), tiles.num_levels(T)
     rows, blocks = tiles.total_rows(T), tiles.total_blocks(T)
-    warps, side = config.chunk_warps(width), min(width, config.PRODUCT_TILE)
+    side = min(width, config.PRODUCT_TILE)
     dq_start = dq_levels.new_empty(B, HQ, chunks, CHUNK, width)
     dk_end = dk_levels.new_empty(B, H, chunks, CHUNK, width)
     sweep = {
@@ -520,33 +521,38 @@ def _frames_backward(
             TILE=side,
             PRECISION=x.precision,
         )
-    dx = dw_product = dq_start
+    dx, scratch = frames.inverse, d_local
+    if x.group > 1:
+        scratch = torch.empty(B, HQ, chunks, 2, CHUNK, CHUNK, dtype=torch.float32, device=x.q.device)
     if levels > 1:
         dx = torch.empty_like(frames.inverse)
-        dw_product = dx.new_empty(B, H, chunks, CHUNK, width)
-        chunk_product_backward_kernel[(chunks, B * H)](
-            x.w,
-            x.beta,
-            frames.inverse,
-            frames.q_levels,
-            frames.k_levels,
-            dq_levels,
-            dk_levels,
-            gradient,
-            dx,
-            dw_product,
-            **_strides(("w", x.w), ("b", x.beta)),
-            T=T,
-            H=H,
-            num_chunks=chunks,
-            total_rows=rows,
-            num_blocks=count,
-            GROUP=x.group,
-            CHUNK=CHUNK,
-            PRECISION=x.precision,
-            num_warps=warps,
-            **x.widths,
-        )
+        for right, here, moved, group in (
+            (0, frames.q_levels, dq_levels, x.group),
+            (1, frames.k_levels, dk_levels, 1),
+        ):
+            chunk_product_backward_kernel[((chunks + 1 - right) // 2, B * H)](
+                x.w,
+                x.beta,
+                frames.inverse,
+                here,
+                moved,
+                gradient,
+                dx,
+                dw,
+                scratch,
+                **_strides(("w", x.w), ("b", x.beta), ("dw", dw)),
+                T=T,
+                H=H,
+                num_chunks=chunks,
+                total_rows=rows,
+                num_blocks=count,
+                RIGHT=right,
+                GROUP=group,
+                CHUNK=CHUNK,
+                PRECISION=x.precision,
+                num_warps=4,
+                **x.widths,
+            )
     chunk_backward_kernel[(chunks, B * H)](
         x.q,
         x.k,
@@ -557,7 +563,7 @@ def _frames_backward(
         dk_end,
         d_local,
         dx,
-        dw_product,
+        scratch,
         dq,
         dk,
         dw,
@@ -572,6 +578,6 @@ def _frames_backward(
         CHUNK=CHUNK,
         HAS_PRODUCT=levels > 1,
         PRECISION=x.precision,
-        num_warps=warps,
+        num_warps=4,
         **x.widths,
     )
