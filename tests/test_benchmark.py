@@ -1,0 +1,169 @@
+"""The benchmark script: its arguments, its rows and its picture."""
+
+import csv
+
+import pytest
+import torch
+
+from path_backend import benchmark, peers
+
+TINY = "--lengths 70 130 --widths 16 --heads 2/1 --tokens 130 --rep 1".split()
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Interpreted kernels in fp32, counted seconds and bytes."""
+    pytest.importorskip("triton")
+    ticks = iter(range(1, 1000))
+
+    def clock(function, milliseconds):
+        function()
+        return [float(next(ticks))] * 3
+
+    def peak_memory(function):
+        function()
+        return 0.5
+
+    monkeypatch.setattr(benchmark, "DEVICE", "cpu")
+    monkeypatch.setattr(benchmark, "DTYPE", torch.float32)
+    monkeypatch.setattr(benchmark, "clock", clock)
+    monkeypatch.setattr(benchmark, "peak_memory", peak_memory)
+
+
+def output(capsys, *arguments):
+    """The tables that the script prints, as lists of rows by column."""
+    benchmark.main(arguments)
+    text = capsys.readouterr().out
+    head, *tables = text.split("\n\n")
+    assert all(line.startswith("# ") for line in head.splitlines())
+    return [list(csv.DictReader(table.splitlines())) for table in tables]
+
+
+def test_dry_run_lists_every_row(capsys):
+    """Catches a shape or an implementation that is left out, and a batch of the wrong size."""
+    (rows,) = output(capsys, "--dry-run")
+    assert len(rows) == len(peers.IMPLEMENTATIONS) * 2 * 2 * 3
+    shapes = {tuple(row[x] for x in ("B", "T", "HQ", "H", "D")) for row in rows}
+    assert {("8", "2048", "16", "16", "128"), ("1", "32768", "32", "8", "64")} <= shapes
+
+
+def test_dry_run_of_every_table(capsys):
+    """Catches an option that selects no table, or another one."""
+    options = [f"--{name}" for name in benchmark.TABLES]
+    tables = output(capsys, "--dry-run", "--only", "path", "fla_path", *options)
+    assert [len(table) for table in tables] == [24, 24, 8, 40, 24]
+
+
+MISUSES = [
+    (["--only", "flash"], "invalid choice: 'flash'"),
+    (["--heads", "8/3"], "invalid head_pair value: '8/3'"),
+    (["--read", "a.csv"], "--read needs --plot"),
+    (["--plot", "a.png", "--dry-run"], "--plot draws the speed table"),
+    (["--plot", "a.png", "--memory"], "--plot draws the speed table"),
+    pytest.param(
+        [],
+        "expected a CUDA device, found none",
+        marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+    ),
+]
+
+
+@pytest.mark.parametrize("arguments, message", MISUSES)
+def test_misuse(capsys, arguments, message):
+    """Catches a session on a card spent on something else than was asked for."""
+    with pytest.raises(SystemExit):
+        benchmark.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_rows_have_ratios_and_failures_have_reasons(capsys, on_cpu):
+    """Catches a ratio upside down, and a peer that fails and takes the other rows with it."""
+    names = ("fla_path", "fox", "path_fox", "path", "sdpa_cudnn", "sdpa_flash")
+    (rows,) = output(capsys, "--only", *names, *TINY)
+    assert len(rows) == 12
+    for row in rows:
+        assert (
+            row["note"] if row["implementation"] in ("fla_path", "sdpa_cudnn") else row["both_ms"]
+        )
+    flash, cudnn, path = rows[:3]
+    assert flash["implementation"] == "sdpa_flash" and flash["both_ratio"] == "1.000"
+    assert (flash["forward_ms"], flash["both_ms"]) == ("1.0000", "2.0000")
+    assert not cudnn["both_ms"] and not cudnn["both_ratio"]
+    assert (path["forward_ratio"], path["both_ratio"]) == ("3.000", "2.000")
+    assert {row["B"] for row in rows} == {"1"}
+
+
+def test_accuracy_is_measured_on_what_was_run(capsys, on_cpu):
+    """Catches an error column of another input, or of another d(out)."""
+    options = "--accuracy --accuracy-length 70 --widths 16 --only path path_fox".split()
+    (rows,) = output(capsys, *options)
+    assert len(rows) == 12
+    for row in rows:
+        columns = set(benchmark.ERRORS) - (
+            {"dlog_gate"} if row["implementation"] == "path" else set()
+        )
+        assert all(0 < float(row[x]) < 1e-4 for x in columns), row
+
+
+def test_documents_and_memory(capsys, on_cpu):
+    """Catches a speed-up measured without the mask, and growth against another implementation."""
+    options = "--documents --memory --document-length 32 --memory-lengths 64 130 --only path"
+    documents, memory = output(capsys, *options.split(), *TINY)
+    assert [row["document"] for row in documents] == ["130", "32"]
+    assert [row["times_faster"] for row in documents] == ["1.000", "0.500"]
+    assert [row["growth"] for row in memory] == ["", "1.00"]
+
+
+def test_expanded_heads_are_announced(monkeypatch):
+    """Catches a peer that is handed a smaller problem, or one that is expanded in silence."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def without_groups(*args, enable_gqa, **options):
+        if enable_gqa:
+            raise RuntimeError("No available kernel")
+        return sdpa(*args, **options)
+
+    monkeypatch.setattr(benchmark, "DEVICE", "cpu")
+    monkeypatch.setattr(benchmark, "DTYPE", torch.float32)
+    inputs = benchmark.draw(benchmark.Shape(1, 30, 4, 2, 16))
+    build = peers.IMPLEMENTATIONS[peers.REFERENCE].build
+    expected = build(inputs)
+    exact = expected.call()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", without_groups)
+    expanded = build(inputs)
+    assert expected.note == "" and "expanded" in expanded.note
+    assert expanded.leaves["k"].shape == expanded.leaves["q"].shape
+    assert torch.allclose(expanded.call(), exact, atol=1e-6)
+
+
+def test_plot(capsys, on_cpu, tmp_path):
+    """Catches a picture that needs a GPU, or that fails where a row failed."""
+    pytest.importorskip("matplotlib")
+    benchmark.main(["--only", "sdpa_flash", "sdpa_cudnn", "path", *TINY])
+    results, picture = tmp_path / "results.csv", tmp_path / "results.png"
+    results.write_text(capsys.readouterr().out)
+    benchmark.main(["--read", str(results), "--plot", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_without_the_table_is_refused(tmp_path):
+    """Catches an empty picture."""
+    path = tmp_path / "other.csv"
+    path.write_text("# a comment\n\na,b\n1,2\n")
+    with pytest.raises(ValueError, match="other.csv holds no table with the columns impl"):
+        benchmark.read_speed(path)
+
+
+@pytest.mark.gpu
+def test_every_table_on_a_gpu(capsys):
+    """Catches what only a card shows: timers, the profiler, peers that refuse the layout."""
+    options = [f"--{name}" for name in benchmark.TABLES]
+    sizes = "--lengths 256 512 --widths 64 --heads 4/2 --tokens 512 --rep 1 --document-length 64"
+    lengths = "--memory-lengths 256 512 --accuracy-length 256"
+    names = ("sdpa_flash", *peers.OURS)
+    tables = output(capsys, "--only", *names, *options, *sizes.split(), *lengths.split())
+    assert len(tables) == len(benchmark.TABLES)
+    for table in tables:
+        assert table
+        for row in table:
+            assert not row["note"], row
