@@ -7,15 +7,16 @@ With p = exp(logits - lse), delta = rowsum(d_out * out) and everything in the fr
     dG_i = rowsum_i(ds) - colsum_i(ds)  of the running gate sum G
 
 Two passes, neither with atomics: one program per query tile (dq of every level, the gradient of the
-local logits, row sums), one per key tile (dk of every level, dv, column sums). dq and dk of a level are
+local logits, row sums), one per key tile (dk of every level, dv, column sums). dq and dk of a level
+are
 those of its squares alone; the sweep's backward joins the levels.
 """
 
 import triton
 import triton.language as tl
 
-from .attention_forward import diagonal_logits, load_query_pair
-from .tiles import RUNTIME, load_full_tile, load_tile, rows_of_level, store_tile
+from .attention_forward import diagonal_logits, load_gate, load_query_pair
+from .tiles import GATE_SPAN, RUNTIME, load_full_tile, load_tile, rows_of_level, store_tile
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -26,8 +27,12 @@ def delta_kernel(
     """delta [B, HQ, T] = rowsum(out * d_out), fp32."""
     m0, q_head = tl.program_id(0) * BLOCK_M, tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
-    out = load_tile(out_ptr + b * stride_ob + hq * stride_oh, m0, stride_ot, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
-    d_out = load_tile(d_out_ptr + b * stride_gb + hq * stride_gh, m0, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
+    out = load_tile(
+        out_ptr + b * stride_ob + hq * stride_oh, m0, stride_ot, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V
+    )
+    d_out = load_tile(
+        d_out_ptr + b * stride_gb + hq * stride_gh, m0, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V
+    )
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     rows = m0 + tl.arange(0, BLOCK_M)
     tl.store(delta_ptr + q_head.to(tl.int64) * T + rows, delta, mask=rows < T)
@@ -35,8 +40,9 @@ def delta_kernel(
 
 @triton.jit
 def query_gradient(
-    dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, stride_kt, stride_vt, lo, hi, gate_q, gate_ref,
-    first_key, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
+    lo, hi, gate_q, gate_ref,
+    first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -46,8 +52,8 @@ def query_gradient(
         v = load_full_tile(v_ptr, start, stride_vt, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
-            gate_k = tl.load(gate_ptr + start + tl.arange(0, BLOCK_N))
-            s += gate_q[:, None] + (gate_ref - gate_k).to(tl.float32)[None, :]
+            keys = start + tl.arange(0, BLOCK_N)
+            s += gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, start, T, gate_ref)[None, :]
         p = tl.math.exp2(s - lse[:, None])
         if HAS_DOC:
             p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], p, 0.0)
@@ -60,9 +66,12 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, start_ptr, lse_ptr, delta_ptr, d_out_ptr,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr,
+    lse_ptr,
+    delta_ptr, d_out_ptr,
     dq_ptr, dq_levels_ptr, d_local_ptr, row_sum_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
+    stride_vh,
     stride_gb, stride_gt, stride_gh, stride_dqb, stride_dqt, stride_dqh,
     T, HQ, num_chunks, num_levels, total_rows, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -85,22 +94,27 @@ def attention_dq_kernel(
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
     d_local_ptr += q_head * num_chunks * CHUNK * CHUNK
     gate_ptr += q_head * T
+    offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
     logit_scale = scale * 1.4426950408889634
 
     row = tl.arange(0, BLOCK_M)
     rows = m0 + row
-    gate_ref = tl.load(gate_ptr + m0) if HAS_GATE else 0.0
+    gate_ref = tl.load(offset_ptr + m0 // GATE_SPAN) if HAS_GATE else 0.0
     gate_q = row.to(tl.float32)
     first_key = rows
     document = 0
     if HAS_GATE:
-        gate_q = (tl.load(gate_ptr + rows, mask=rows < T, other=0.0) - gate_ref).to(tl.float32)
+        gate_q = load_gate(gate_ptr, offset_ptr, rows, m0, T, gate_ref)
     if HAS_DOC:
         first_key = tl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
         document = tl.load(start_ptr + b * T + m0)
-    lse = tl.load(lse_ptr + q_head * T + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
+    lse = (
+        tl.load(lse_ptr + q_head * T + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
+    )
     delta = tl.load(delta_ptr + q_head * T + rows, mask=rows < T, other=0.0)
-    d_out = load_tile(d_out_ptr + b * stride_gb + hq * stride_gh, m0, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
+    d_out = load_tile(
+        d_out_ptr + b * stride_gb + hq * stride_gh, m0, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V
+    )
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -117,8 +131,7 @@ def attention_dq_kernel(
         s *= logit_scale
         keys = m0 + part * CHUNK + tl.arange(0, CHUNK)
         if HAS_GATE:
-            gate_k = tl.load(gate_ptr + keys, mask=keys < T, other=0.0)
-            s += gate_q[:, None] + (gate_ref - gate_k).to(tl.float32)[None, :]
+            s += gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, m0, T, gate_ref)[None, :]
         visible = (keys[None, :] <= rows[:, None]) & (rows < T)[:, None]
         if HAS_DOC:
             visible &= keys[None, :] >= first_key[:, None]
@@ -129,14 +142,20 @@ def attention_dq_kernel(
             row_sum += tl.sum(ds, 1)
         if HAS_PATH:
             own = (row // CHUNK == part) & (rows < num_chunks * CHUNK)
-            pointers = d_local_ptr + rows.to(tl.int64)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+            pointers = (
+                d_local_ptr + rows.to(tl.int64)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+            )
             tl.store(pointers, ds * scale, mask=own[:, None])
             if (BLOCK_M > CHUNK) and (part == 0):
                 limit = tl.where(m0 + CHUNK < T, m0 // 2 + CHUNK, 0)
                 k = load_tile(k_levels_ptr, m0 // 2, BLOCK_D, limit, CHUNK, BLOCK_D, BLOCK_D)
                 square = tl.where(own[:, None], 0.0, ds).to(k.dtype)
                 pair = tl.dot(square, k, input_precision=PRECISION) * scale
-                pointers = dq_levels_ptr + (m0 // 2 + row - CHUNK)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+                pointers = (
+                    dq_levels_ptr
+                    + (m0 // 2 + row - CHUNK)[:, None] * BLOCK_D
+                    + tl.arange(0, BLOCK_D)[None, :]
+                )
                 mask = (row >= CHUNK) & (rows < num_chunks * CHUNK)
                 tl.store(pointers, pair.to(dq_levels_ptr.dtype.element_ty), mask=mask[:, None])
         else:
@@ -157,19 +176,29 @@ def attention_dq_kernel(
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
                 dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
                 dq, row_sum = query_gradient(
-                    dq, row_sum, q, d_out, lse, delta, k_levels_ptr + tl.cast(shift, tl.int64) * BLOCK_D, v_ptr, gate_ptr,
-                    BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref, first_key, logit_scale,
+                    dq, row_sum, q, d_out, lse, delta, k_levels_ptr + tl.cast(shift,
+                    tl.int64) * BLOCK_D, v_ptr, gate_ptr, offset_ptr,
+                    BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref, first_key, T, logit_scale,
                     BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
                 store_tile(dq_levels_ptr, here, BLOCK_D, end, dq * scale, BLOCK_M, BLOCK_D, BLOCK_D)
             row_base += rows_of_level(T, level, CHUNK)
     else:
         dq, row_sum = query_gradient(
-            dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, stride_kt, stride_vt,
-            document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, logit_scale,
+            dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
+            document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T, logit_scale,
             HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip
-        store_tile(dq_ptr + b * stride_dqb + hq * stride_dqh, m0, stride_dqt, T, dq * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
+        store_tile(
+            dq_ptr + b * stride_dqb + hq * stride_dqh,
+            m0,
+            stride_dqt,
+            T,
+            dq * scale,
+            BLOCK_M,
+            BLOCK_D,
+            HEAD_DIM,
+        )
     if HAS_GATE:
         tl.store(row_sum_ptr + q_head * T + rows, row_sum, mask=rows < T)
 
@@ -179,7 +208,8 @@ def key_gradient(
     dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, square,
     MASKED: tl.constexpr, NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of transposed base-2 logits s [N, M]: adds to dk (without scale), dv and the column sums of ds.
+    """One tile of transposed base-2 logits s [N, M]: adds to dk (without scale), dv and the column
+    sums of ds.
 
     MASKED: only `visible` pairs count at all, and only those of `square` reach dk.
     """
@@ -207,13 +237,16 @@ def load_rows(lse_ptr, delta_ptr, rows, T):
 
 @triton.jit
 def key_pass(
-    dk, dv, col_sum, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, gate_ptr, start_ptr, stride_q, stride_gt,
+    dk, dv, col_sum, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, gate_ptr, offset_ptr,
+    start_ptr, stride_q,
+    stride_gt,
     lo, hi, T, keys, gate_k, gate_ref, scale,
     Q_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, WHOLE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The query rows lo ... hi - 1 of one head, all of them after the keys. WHOLE: no tile passes the end T."""
+    """The query rows lo ... hi - 1 of one head, all of them after the keys. WHOLE: no tile passes
+    the end T."""
     for m in range(lo, hi, BLOCK_M):
         rows = m + tl.arange(0, BLOCK_M)
         if WHOLE:
@@ -227,30 +260,48 @@ def key_pass(
             lse, delta = load_rows(lse_ptr, delta_ptr, rows, T)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
         if HAS_GATE:
-            gate_q = (tl.load(gate_ptr + rows, mask=rows < T, other=0.0) - gate_ref).to(tl.float32)
-            s += gate_q[None, :] + gate_k[:, None]
+            gate_q = load_gate(gate_ptr, offset_ptr, rows, m, T, gate_ref)
+            s += gate_q[None, :] - gate_k[:, None]
         visible = True
         if HAS_DOC:
             first_key = tl.load(start_ptr + rows, mask=rows < T, other=0)
             visible = keys[:, None] >= first_key[None, :]
         dk, dv, col_sum = key_gradient(
-            dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, visible, HAS_DOC, True, HAS_GATE, PRECISION
+            dk,
+            dv,
+            col_sum,
+            s,
+            v,
+            q,
+            d_out,
+            lse,
+            delta,
+            visible,
+            visible,
+            HAS_DOC,
+            True,
+            HAS_GATE,
+            PRECISION,
         )
     return dk, dv, col_sum
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, start_ptr, end_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr, end_ptr,
+    lse_ptr, delta_ptr,
     d_out_ptr, dk_ptr, dv_ptr, dk_levels_ptr, col_sum_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt, stride_dvh,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
+    stride_vh,
+    stride_gb, stride_gt, stride_gh, stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt,
+    stride_dvh,
     T, HQ, num_chunks, num_levels, total_rows, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pass of one key tile over every query head of its group; logits are transposed, [BLOCK_N, rows]."""
+    """Pass of one key tile over every query head of its group; logits are transposed, [BLOCK_N,
+    rows]."""
     n0 = tl.program_id(0) * BLOCK_N
     head = tl.program_id(1)
     H = HQ // GROUP
@@ -267,7 +318,9 @@ def attention_dkdv_kernel(
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
     lse_ptr += q_head * T
     delta_ptr += q_head * T
+    spans = tl.cdiv(T, GATE_SPAN)
     gate_ptr += q_head * T
+    offset_ptr += q_head * spans
     col_sum_ptr += q_head * T
     start_ptr += b * T
     logit_scale = scale * 1.4426950408889634
@@ -288,22 +341,34 @@ def attention_dkdv_kernel(
 
     for g in tl.range(GROUP, num_stages=1):
         col_sum = tl.zeros([BLOCK_N], tl.float32)
-        gate_ref = tl.load(gate_ptr + g * T + n0) if HAS_GATE else 0.0
+        gate_ref = tl.load(offset_ptr + g * spans + n0 // GATE_SPAN) if HAS_GATE else 0.0
         gate_k = key.to(tl.float32)
         if HAS_GATE:
-            gate_k = (gate_ref - tl.load(gate_ptr + g * T + keys, mask=keys < T, other=0.0)).to(tl.float32)
+            gate_k = tl.load(gate_ptr + g * T + keys, mask=keys < T, other=0.0)
         for part in tl.static_range(BLOCK_N // CHUNK):
             m0 = n0 + part * CHUNK
             rows = m0 + tl.arange(0, CHUNK)
             lse, delta = load_rows(lse_ptr + g * T, delta_ptr + g * T, rows, T)
-            d_out = load_tile(d_out_ptr + g * stride_gh, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
+            d_out = load_tile(
+                d_out_ptr + g * stride_gh, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V
+            )
             own = (key // CHUNK == part)[:, None]
             if HAS_PATH:
-                pointers = local_ptr + (g * num_chunks * CHUNK + rows)[None, :] * CHUNK + (key % CHUNK)[:, None]
+                pointers = (
+                    local_ptr
+                    + (g * num_chunks * CHUNK + rows)[None, :] * CHUNK
+                    + (key % CHUNK)[:, None]
+                )
                 s = tl.load(pointers, mask=own & (rows < T)[None, :], other=0.0)
                 limit = tl.where(part > 0, n0 // 2 + T - m0, 0)
                 q = load_tile(
-                    q_levels_ptr + g * total_rows * BLOCK_D, n0 // 2, BLOCK_D, limit, CHUNK, BLOCK_D, BLOCK_D
+                    q_levels_ptr + g * total_rows * BLOCK_D,
+                    n0 // 2,
+                    BLOCK_D,
+                    limit,
+                    CHUNK,
+                    BLOCK_D,
+                    BLOCK_D,
                 )
                 if part > 0:
                     s = tl.where(own, s, tl.dot(k, tl.trans(q), input_precision=PRECISION))
@@ -312,13 +377,16 @@ def attention_dkdv_kernel(
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             s *= logit_scale
             if HAS_GATE:
-                gate_q = (tl.load(gate_ptr + g * T + rows, mask=rows < T, other=0.0) - gate_ref).to(tl.float32)
-                s += gate_q[None, :] + gate_k[:, None]
+                gate_q = load_gate(
+                    gate_ptr + g * T, offset_ptr + g * spans, rows, n0, T, gate_ref
+                )
+                s += gate_q[None, :] - gate_k[:, None]
             visible = (keys[:, None] <= rows[None, :]) & (rows < T)[None, :]
             if HAS_DOC:
                 first_key = tl.load(start_ptr + rows, mask=rows < T, other=0)
                 visible &= keys[:, None] >= first_key[None, :]
-            # the local logits' dk is the chunk backward's; only the square between two chunks enters here
+            # the local logits' dk is the chunk backward's; only the square between two chunks
+            # enters here
             square = visible if not HAS_PATH else visible & (own == 0)
             dk, dv, col_sum = key_gradient(
                 dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, square,
@@ -329,18 +397,23 @@ def attention_dkdv_kernel(
             middle = tl.maximum(lo, tl.minimum(reach, T // BLOCK_M * BLOCK_M))
             for whole in tl.static_range(2):
                 dk, dv, col_sum = key_pass(
-                    dk, dv, col_sum, k, v, q_ptr + g * stride_qh, d_out_ptr + g * stride_gh, lse_ptr + g * T,
-                    delta_ptr + g * T, gate_ptr + g * T, start_ptr, stride_qt, stride_gt,
-                    lo if whole == 0 else middle, middle if whole == 0 else reach, T, keys, gate_k, gate_ref,
+                    dk, dv, col_sum, k, v, q_ptr + g * stride_qh, d_out_ptr + g * stride_gh,
+                    lse_ptr + g * T,
+                    delta_ptr + g * T, gate_ptr + g * T, offset_ptr + g * spans, start_ptr, stride_qt, stride_gt,
+                    lo if whole == 0 else middle, middle if whole == 0 else reach, T, keys, gate_k,
+                    gate_ref,
                     logit_scale,
-                    HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, whole == 0, HAS_GATE, HAS_DOC, PRECISION,
+                    HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, whole == 0, HAS_GATE,
+                    HAS_DOC, PRECISION,
                 )  # fmt: skip
         if HAS_GATE:
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
 
     if HAS_PATH:
         if BLOCK_N > CHUNK:
-            store_tile(dk_levels_ptr, n0 // 2, BLOCK_D, pair_end, dk * scale, BLOCK_N, BLOCK_D, BLOCK_D)
+            store_tile(
+                dk_levels_ptr, n0 // 2, BLOCK_D, pair_end, dk * scale, BLOCK_N, BLOCK_D, BLOCK_D
+            )
         row_base = 0
         for level in range(0, num_levels):
             half = CHUNK << level
@@ -353,20 +426,24 @@ def attention_dkdv_kernel(
                 dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
                 for g in tl.range(GROUP, num_stages=1):
                     col_sum = tl.zeros([BLOCK_N], tl.float32)
-                    gate_ref = tl.load(gate_ptr + g * T + n0) if HAS_GATE else 0.0
+                    gate_ref = tl.load(offset_ptr + g * spans + n0 // GATE_SPAN) if HAS_GATE else 0.0
                     gate_k = key.to(tl.float32)
                     if HAS_GATE:
-                        gate_k = (gate_ref - tl.load(gate_ptr + g * T + keys)).to(tl.float32)
+                        gate_k = tl.load(gate_ptr + g * T + keys)
                     hi = tl.minimum(right + half, reach)
                     middle = tl.maximum(right, tl.minimum(hi, T // BLOCK_M * BLOCK_M))
                     for whole in tl.static_range(2):
                         dk, dv, col_sum = key_pass(
-                            dk, dv, col_sum, k, v, q_levels_ptr + (g * total_rows + shift) * BLOCK_D,
-                            d_out_ptr + g * stride_gh, lse_ptr + g * T, delta_ptr + g * T, gate_ptr + g * T,
+                            dk, dv, col_sum, k, v,
+                            q_levels_ptr + (g * total_rows + shift) * BLOCK_D,
+                            d_out_ptr + g * stride_gh, lse_ptr + g * T, delta_ptr + g * T,
+                            gate_ptr + g * T, offset_ptr + g * spans,
                             start_ptr, BLOCK_D, stride_gt,
-                            right if whole == 0 else middle, middle if whole == 0 else hi, T, keys, gate_k, gate_ref,
+                            right if whole == 0 else middle, middle if whole == 0 else hi, T, keys,
+                            gate_k, gate_ref,
                             logit_scale,
-                            BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, whole == 0, HAS_GATE, HAS_DOC, PRECISION,
+                            BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, whole == 0, HAS_GATE,
+                            HAS_DOC, PRECISION,
                         )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads
@@ -375,5 +452,23 @@ def attention_dkdv_kernel(
                 store_tile(dk_levels_ptr, here, BLOCK_D, end, dk * scale, BLOCK_N, BLOCK_D, BLOCK_D)
             row_base += rows_of_level(T, level, CHUNK)
     else:
-        store_tile(dk_ptr + b * stride_dkb + h * stride_dkh, n0, stride_dkt, T, dk * scale, BLOCK_N, BLOCK_D, HEAD_DIM)
-    store_tile(dv_ptr + b * stride_dvb + h * stride_dvh, n0, stride_dvt, T, dv, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
+        store_tile(
+            dk_ptr + b * stride_dkb + h * stride_dkh,
+            n0,
+            stride_dkt,
+            T,
+            dk * scale,
+            BLOCK_N,
+            BLOCK_D,
+            HEAD_DIM,
+        )
+    store_tile(
+        dv_ptr + b * stride_dvb + h * stride_dvh,
+        n0,
+        stride_dvt,
+        T,
+        dv,
+        BLOCK_N,
+        BLOCK_DV,
+        HEAD_DIM_V,
+    )

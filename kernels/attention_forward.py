@@ -1,18 +1,22 @@
-"""Softmax attention over the dyadic squares: FlashAttention whose q and k change frame between levels.
+"""Softmax attention over the dyadic squares: FlashAttention whose q and k change frame between
+levels.
 
-A program owns BLOCK_M query rows of one head. The diagonal tile takes its logits from the chunks' local
-logits (and, where two chunks share the tile, from the square between them); every level at which the
-tile lies in a right block adds plain dense attention to the left sibling's keys. Without reflections the
+A program owns BLOCK_M query rows of one head. The diagonal tile takes its logits from the chunks'
+local
+logits (and, where two chunks share the tile, from the square between them); every level at which
+the
+tile lies in a right block adds plain dense attention to the left sibling's keys. Without
+reflections the
 same passes run over the original q and k.
 
-Gate: G is a running sum in fp64 and in log2 units; only differences to one reference row of the tile are
-cast to fp32, so that near pairs stay exact at any position.
+Gate: G is a running sum, in log2 units. It is kept as fp32 sums from the start of each GATE_SPAN tokens
+and fp64 offsets of these spans, so that differences of near pairs stay exact at any position.
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import RUNTIME, load_full_tile, load_tile, rows_of_level, store_tile
+from .tiles import GATE_SPAN, RUNTIME, load_full_tile, load_tile, rows_of_level, store_tile
 
 
 @triton.jit
@@ -29,9 +33,17 @@ def softmax_step(acc, l_i, m_i, s, v, HAS_DOC: tl.constexpr, PRECISION: tl.const
 
 
 @triton.jit
+def load_gate(gate_ptr, offset_ptr, rows, first_row, T, gate_ref):
+    """Gate sums of the rows of one tile less the reference, in fp32: exact for near pairs."""
+    shift = (tl.load(offset_ptr + first_row // GATE_SPAN) - gate_ref).to(tl.float32)
+    return tl.load(gate_ptr + rows, mask=rows < T, other=0.0) + shift
+
+
+@triton.jit
 def attend(
-    acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, stride_kt, stride_vt, lo, hi, gate_q, gate_ref, first_key,
-    scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, lo, hi,
+    gate_q, gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Dense attention to the keys lo ... hi - 1 (whole tiles, all visible but for documents)."""
@@ -39,10 +51,12 @@ def attend(
         k = load_full_tile(k_ptr, start, stride_kt, BLOCK_N, BLOCK_D, K_WIDTH)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
-            gate_k = tl.load(gate_ptr + start + tl.arange(0, BLOCK_N))
-            s += gate_q[:, None] + (gate_ref - gate_k).to(tl.float32)[None, :]
+            keys = start + tl.arange(0, BLOCK_N)
+            s += gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, start, T, gate_ref)[None, :]
         if HAS_DOC:
-            s = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], s, float("-inf"))
+            s = tl.where(
+                start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], s, float("-inf")
+            )
         v = load_full_tile(v_ptr, start, stride_vt, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
         acc, l_i, m_i = softmax_step(acc, l_i, m_i, s, v, HAS_DOC, PRECISION)
     return acc, l_i, m_i
@@ -54,11 +68,14 @@ def diagonal_logits(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
     HAS_PATH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Unscaled logits [BLOCK_M, CHUNK] of the tile's rows with its own chunk `part`; not yet masked."""
+    """Unscaled logits [BLOCK_M, CHUNK] of the tile's rows with its own chunk `part`; not yet
+    masked."""
     if HAS_PATH:
         row = tl.arange(0, BLOCK_M)
         own = row // CHUNK == part
-        pointers = local_ptr + (m0 + row).to(tl.int64)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        pointers = (
+            local_ptr + (m0 + row).to(tl.int64)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        )
         s = tl.load(pointers, mask=(own & (m0 + row < T))[:, None], other=0.0)
         if (BLOCK_M > CHUNK) and (part == 0):
             limit = tl.where(m0 + CHUNK < T, m0 // 2 + CHUNK, 0)
@@ -74,7 +91,8 @@ def diagonal_logits(
 def load_query_pair(
     q_levels_ptr, m0, T, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """Level-0 queries of a tile of two chunks, in the rows of the second chunk [BLOCK_M, BLOCK_D]."""
+    """Level-0 queries of a tile of two chunks, in the rows of the second chunk [BLOCK_M,
+    BLOCK_D]."""
     row = tl.arange(0, BLOCK_M)
     pointers = (m0 // 2 + row - CHUNK)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     mask = (row >= CHUNK) & (m0 + row < T)
@@ -83,8 +101,10 @@ def load_query_pair(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, start_ptr, out_ptr, lse_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr, out_ptr,
+    lse_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
+    stride_vh,
     stride_ob, stride_ot, stride_oh,
     T, HQ, num_chunks, num_levels, total_rows, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -105,15 +125,16 @@ def attention_forward_kernel(
     k_levels_ptr += head * total_rows * BLOCK_D
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
     gate_ptr += q_head * T
+    offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
 
     row = tl.arange(0, BLOCK_M)
     rows = m0 + row
-    gate_ref = tl.load(gate_ptr + m0) if HAS_GATE else 0.0
+    gate_ref = tl.load(offset_ptr + m0 // GATE_SPAN) if HAS_GATE else 0.0
     gate_q = row.to(tl.float32)
     first_key = rows
     document = 0
     if HAS_GATE:
-        gate_q = (tl.load(gate_ptr + rows, mask=rows < T, other=0.0) - gate_ref).to(tl.float32)
+        gate_q = load_gate(gate_ptr, offset_ptr, rows, m0, T, gate_ref)
     if HAS_DOC:
         first_key = tl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
         document = tl.load(start_ptr + b * T + m0)
@@ -134,8 +155,7 @@ def attention_forward_kernel(
         s *= scale
         keys = m0 + part * CHUNK + tl.arange(0, CHUNK)
         if HAS_GATE:
-            gate_k = tl.load(gate_ptr + keys, mask=keys < T, other=0.0)
-            s += gate_q[:, None] + (gate_ref - gate_k).to(tl.float32)[None, :]
+            s += gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, m0, T, gate_ref)[None, :]
         visible = keys[None, :] <= rows[:, None]
         if HAS_DOC:
             visible &= keys[None, :] >= first_key[:, None]
@@ -152,22 +172,33 @@ def attention_forward_kernel(
                 left = (block - 1) * half
                 shift = row_base - left // 2
                 q = load_tile(q_levels_ptr, row_base + left // 2 + m0 - block * half, BLOCK_D,
-                              row_base + left // 2 + T - block * half, BLOCK_M, BLOCK_D, BLOCK_D)  # fmt: skip
+                              row_base + left // 2 + T - block * half, BLOCK_M, BLOCK_D,
+                              BLOCK_D)  # fmt: skip
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
                 acc, l_i, m_i = attend(
-                    acc, l_i, m_i, q, k_levels_ptr + tl.cast(shift, tl.int64) * BLOCK_D, v_ptr, gate_ptr,
-                    BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref, first_key, scale,
+                    acc, l_i, m_i, q, k_levels_ptr + tl.cast(shift, tl.int64) * BLOCK_D, v_ptr,
+                    gate_ptr, offset_ptr,
+                    BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref, first_key, T, scale,
                     BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
             row_base += rows_of_level(T, level, CHUNK)
     else:
         acc, l_i, m_i = attend(
-            acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, stride_kt, stride_vt,
-            document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, scale,
+            acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
+            document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T, scale,
             HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip
 
     out = acc / l_i[:, None]
-    store_tile(out_ptr + b * stride_ob + hq * stride_oh, m0, stride_ot, T, out, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
+    store_tile(
+        out_ptr + b * stride_ob + hq * stride_oh,
+        m0,
+        stride_ot,
+        T,
+        out,
+        BLOCK_M,
+        BLOCK_DV,
+        HEAD_DIM_V,
+    )
     lse = (m_i + tl.math.log2(l_i)) * 0.6931471805599453
     tl.store(lse_ptr + q_head * T + rows, lse, mask=rows < T)

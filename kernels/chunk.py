@@ -17,7 +17,8 @@ from .tiles import RUNTIME, dot, load_square, load_tile
 
 @triton.jit
 def merge_blocks(inverse, n, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + n)^-1 on diagonal blocks of 2 BLOCK from that of BLOCK, for n strictly upper [..., SIZE, SIZE].
+    """(I + n)^-1 on diagonal blocks of 2 BLOCK from that of BLOCK, for n strictly upper [..., SIZE,
+    SIZE].
 
     The corner of the inverse of [[a, e], [0, d]] is -a^-1 e d^-1: substitution with blocks.
     """
@@ -44,7 +45,8 @@ def chunk_inverse_kernel(
     first = chunk * CHUNK
     inverse_ptr += (head.to(tl.int64) * num_chunks + chunk) * CHUNK * CHUNK
 
-    # diagonal blocks, computed as a batch: cutting them out of the whole product costs 200 registers
+    # diagonal blocks, computed as a batch: cutting them out of the whole product costs 200
+    # registers
     PARTS: tl.constexpr = CHUNK // 16
     rows = tl.arange(0, PARTS)[:, None] * 16 + tl.arange(0, 16)[None, :]
     offs_d = tl.arange(0, BLOCK_D)
@@ -54,8 +56,14 @@ def chunk_inverse_kernel(
     beta = tl.load(beta_ptr + (first + rows) * stride_bt, mask=first + rows < T, other=0.0)
     offs = tl.arange(0, 16)
     upper = (offs[:, None] < offs[None, :])[None, :, :]
-    n = tl.where(upper, beta[:, :, None] * tl.dot(w, tl.permute(w, (0, 2, 1)), input_precision="tf32x3"), 0.0)
-    blocks = inverse_ptr + rows[:, :, None] * CHUNK + (tl.arange(0, PARTS)[:, None] * 16 + offs[None, :])[:, None, :]
+    n = tl.where(
+        upper, beta[:, :, None] * tl.dot(w, tl.permute(w, (0, 2, 1)), input_precision="tf32x3"), 0.0
+    )
+    blocks = (
+        inverse_ptr
+        + rows[:, :, None] * CHUNK
+        + (tl.arange(0, PARTS)[:, None] * 16 + offs[None, :])[:, None, :]
+    )
     inverse = tl.where((offs[:, None] == offs[None, :])[None, :, :], 1.0, 0.0) + tl.zeros_like(n)
     inverse = merge_blocks(inverse, n, 16, 1, "ieee")
     inverse = merge_blocks(inverse, n, 16, 2, "ieee")

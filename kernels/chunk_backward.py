@@ -53,7 +53,7 @@ def add_dot(
     """acc + a b as in `dot`. Transposed after the split, an operand is split and staged once."""
     if PRECISION == "tf32x3":
         return tl.dot(turned(a, TRANS_A), turned(b, TRANS_B), acc, input_precision="tf32x3")
-    TILE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16x3" else tl.float16
+    TILE: tl.constexpr = tl.float16 if PRECISION == "fp16x3" else tl.bfloat16
     a_high, b_high = a.to(TILE), b.to(TILE)
     if b.dtype == tl.float32:
         b_low = split(b, TILE)[1]

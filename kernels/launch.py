@@ -52,7 +52,11 @@ def unsupported_reason(
 
 @dataclass
 class _Inputs:
-    """One group of heads of one call, last dimensions contiguous; gate is the fp64 running sum in log2 units."""
+    """One group of heads of one call, last dimensions contiguous.
+
+    gate [B, HQ, T] is the running sum in log2 units from the start of each GATE_SPAN tokens, fp32, and
+    gate_offset [B, HQ, spans] the sum at these starts, fp64.
+    """
 
     q: Tensor
     k: Tensor
@@ -60,6 +64,7 @@ class _Inputs:
     w: Tensor | None
     beta: Tensor | None
     gate: Tensor | None
+    gate_offset: Tensor | None
     document_start: Tensor | None
     document_end: Tensor | None
     scale: float
@@ -87,10 +92,10 @@ class _Inputs:
 
     @property
     def precision(self) -> str:
-        if self.q.dtype == torch.float16:
-            return "fp16x3"
-        # Triton's interpreter miscomputes bf16 products; on the card tf32x3 of the transform overflows shared memory
-        return "tf32x3" if self.q.dtype == torch.float32 and triton.knobs.runtime.interpret else "bf16x3"
+        """How the transform multiplies: see `tiles.dot`. The interpreter miscomputes bf16 products."""
+        if self.q.dtype == torch.float32:
+            return "tf32x3" if triton.knobs.runtime.interpret else "fp32"
+        return "fp16x3" if self.q.dtype == torch.float16 else "bf16x3"
 
     def part(self, batch: slice, heads: slice) -> "_Inputs":
         queries = slice(heads.start * self.group, heads.stop * self.group)
@@ -105,6 +110,7 @@ class _Inputs:
             pick(self.w, heads),
             pick(self.beta, heads),
             None if self.gate is None else self.gate[batch, queries],
+            None if self.gate_offset is None else self.gate_offset[batch, queries],
             None if self.document_start is None else self.document_start[batch],
             None if self.document_end is None else self.document_end[batch],
             self.scale,
@@ -140,9 +146,12 @@ def _prepare(
     document_start: Tensor | None,
     scale: float,
 ) -> _Inputs:
-    gate = document_end = None
+    gate = gate_offset = document_end = None
     if log_gate is not None:
-        gate = (log_gate.transpose(1, 2).double() * LOG2_E).cumsum(-1)
+        span = tiles.GATE_SPAN.value
+        total = (log_gate.transpose(1, 2).double() * LOG2_E).cumsum(-1)
+        gate_offset = total[..., ::span].contiguous()
+        gate = (total - gate_offset.repeat_interleave(span, -1)[..., : q.shape[1]]).float()
     if document_start is not None:
         document_start = document_start.contiguous()
         positions = torch.arange(q.shape[1], device=q.device, dtype=torch.int32)
@@ -156,6 +165,7 @@ def _prepare(
         None if w is None else _dense(w),
         beta,
         gate,
+        gate_offset,
         document_start,
         document_end,
         scale,
@@ -171,7 +181,9 @@ def _groups(inputs: _Inputs, backward: bool) -> Iterator[tuple[slice, slice]]:
     width, size = _padded(inputs.q.shape[3]), inputs.q.element_size()
     rows, blocks = tiles.total_rows(T), tiles.total_blocks(T)
     passes = 2 if backward else 1
-    per_query = (rows * width * size + T * CHUNK * 4 + (backward * T * width * size)) * inputs.group
+    per_query = (rows * width * size + T * CHUNK * 4) * inputs.group
+    if backward and inputs.group > 1:
+        per_query += T * CHUNK * 4 * inputs.group  # factors kept for the sum over a group
     per_key = rows * width * size + blocks * width * width * 4 + T * CHUNK * 4
     limit = max(1, config.SCRATCH_BYTES // (passes * (per_query + per_key)))
     if limit >= H:
@@ -245,7 +257,7 @@ def _frames(x: _Inputs) -> _Frames:
         "total_blocks": blocks,
         "HAS_DOC": x.document_start is not None,
         "PRECISION": x.precision,
-        **config.sweep_options(width),
+        **config.SWEEP_OPTIONS,
     }
     query_sweep_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
         **sweep,
@@ -275,6 +287,7 @@ def _attention_arguments(x: _Inputs, frames: _Frames | None, tile: config.Tiles)
         "k_levels_ptr": frames.k_levels if frames else x.k,
         "local_ptr": frames.local if frames else x.q,
         "gate_ptr": x.gate if x.gate is not None else x.q,
+        "offset_ptr": x.gate_offset if x.gate_offset is not None else x.q,
         "start_ptr": x.document_start if x.document_start is not None else x.q,
         **_strides(("q", x.q), ("k", x.k), ("v", x.v)),
         "T": T,
@@ -402,7 +415,7 @@ def _backward_group(
     dq_levels = dk_levels = d_local = dq
     if frames:
         dq_levels, dk_levels = torch.empty_like(frames.q_levels), torch.empty_like(frames.k_levels)
-        d_local = torch.empty_like(frames.local)
+        d_local = torch.empty_like(frames.local, dtype=x.q.dtype)
     shared = {"lse_ptr": lse, "delta_ptr": delta, "d_out_ptr": d_out, "scale": x.scale, **_strides(("g", d_out))}
     block = max(width, _padded(x.v.shape[3]))
     tile = config.query_tiles(x.q.dtype, block)
@@ -464,7 +477,7 @@ def _frames_backward(
         "CHUNK": CHUNK,
         "HAS_DOC": x.document_start is not None,
         "PRECISION": x.precision,
-        **config.sweep_options(width),
+        **config.SWEEP_OPTIONS,
         **x.widths,
     }
     query_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
@@ -480,46 +493,48 @@ def _frames_backward(
         count = tiles.level_blocks(T, level)
         block_base -= count
         row_base -= tiles.level_rows(T, level)
+        moved = {
+            "q_levels_ptr": frames.q_levels,
+            "k_levels_ptr": frames.k_levels,
+            "dq_levels_ptr": dq_levels,
+            "dk_levels_ptr": dk_levels,
+            "start_ptr": x.document_start,
+            "end_ptr": x.document_end,
+            "T": T,
+            "H": H,
+            "level": level,
+            "row_base": row_base,
+            "num_blocks": count,
+            "total_rows": rows,
+            "GROUP": x.group,
+            "BLOCK_D": width,
+            "CHUNK": CHUNK,
+            "TILE": side,
+            "HAS_DOC": x.document_start is not None,
+            "PRECISION": x.precision,
+        }
         tokens = max(CHUNK, config.PRODUCT_ROWS // x.group)
         splits = triton.cdiv(CHUNK << level, tokens)
-        partial = torch.empty(B * H, count, splits, width, width, dtype=torch.float32, device=x.q.device)
-        product_gradient_kernel[(count * splits, B * H, (width // side) ** 2)](
-            frames.q_levels,
-            frames.k_levels,
-            dq_levels,
-            dk_levels,
-            partial,
-            x.document_start,
-            x.document_end,
-            T,
-            H,
-            level,
-            row_base,
-            count,
-            splits,
-            rows,
-            GROUP=x.group,
-            BLOCK_D=width,
-            CHUNK=CHUNK,
-            ROWS=tokens,
-            TILE=side,
-            HAS_DOC=x.document_start is not None,
-            PRECISION=x.precision,
-        )
-        gradient = torch.empty(B * H, count, width, width, dtype=torch.float32, device=x.q.device)
+        partial = frames.products
+        if splits > 1:
+            partial = torch.empty(
+                B * H, count, splits, width, width, dtype=torch.float32, device=x.q.device
+            )
+            product_gradient_kernel[(count * splits, B * H, (width // side) ** 2)](
+                **moved, partial_ptr=partial, num_splits=splits, ROWS=tokens
+            )
+        gradient = dq_levels.new_empty(B * H, count, width, width)
         tree_backward_kernel[(count, B * H, (width // side) ** 2)](
-            frames.products,
-            partial,
-            parent,
-            gradient,
-            block_base,
-            count,
-            splits,
-            parents,
-            blocks,
-            BLOCK_D=width,
-            TILE=side,
-            PRECISION=x.precision,
+            **moved,
+            product_ptr=frames.products,
+            partial_ptr=partial,
+            parent_ptr=parent,
+            gradient_ptr=gradient,
+            block_base=block_base,
+            num_splits=splits,
+            num_parents=parents,
+            total_blocks=blocks,
+            SPLIT=splits > 1,
         )
     dx, scratch = frames.inverse, d_local
     if x.group > 1:

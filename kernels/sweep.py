@@ -1,18 +1,31 @@
-"""The level sweep: queries and keys carried from frame to frame, and the tree of products that carries them.
+"""The level sweep: queries and keys carried from frame to frame, and the tree of products that
+carries them.
 
     right block:  q <- P_left q          (row form  q P_left^T)
     left block:   k <- P_right^T k       (row form  k P_right)
     P <- P_left P_right
 
-A program owns the queries (or keys) of one or two chunks and carries them in fp32 through every level, so that
-each stored level is rounded once. Level 0 moves by the chunk's factors W, X; higher levels by D x D products.
+A program owns the queries (or keys) of one or two chunks and carries them in fp32 through every
+level, so that
+each stored level is rounded once. Level 0 moves by the chunk's factors W, X; higher levels by D x D
+products.
 """
 
 import triton
 import triton.language as tl
 
 from .chunk import load_factors
-from .tiles import RUNTIME, dot, load_square, load_tile, product_dot, round_tf32, rows_of_level, store_tile, tile_pointers
+from .tiles import (
+    RUNTIME,
+    dot,
+    load_square,
+    load_tile,
+    product_dot,
+    round_product,
+    rows_of_level,
+    store_tile,
+    tile_pointers,
+)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -29,10 +42,32 @@ def block_product_kernel(
     w_ptr += b * stride_wb + h * stride_wh
     beta_ptr += b * stride_bb + h * stride_bh
     w0, x0 = load_factors(
-        w_ptr, beta_ptr, inverse_ptr, 2 * block, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK
+        w_ptr,
+        beta_ptr,
+        inverse_ptr,
+        2 * block,
+        num_chunks,
+        head,
+        stride_wt,
+        stride_bt,
+        T,
+        HEAD_DIM,
+        BLOCK_D,
+        CHUNK,
     )
     w1, x1 = load_factors(
-        w_ptr, beta_ptr, inverse_ptr, 2 * block + 1, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK
+        w_ptr,
+        beta_ptr,
+        inverse_ptr,
+        2 * block + 1,
+        num_chunks,
+        head,
+        stride_wt,
+        stride_bt,
+        T,
+        HEAD_DIM,
+        BLOCK_D,
+        CHUNK,
     )
     rows = 2 * block * CHUNK + tl.arange(0, CHUNK)
     cols = c0 + tl.arange(0, COLS)
@@ -48,7 +83,7 @@ def block_product_kernel(
     product -= dot(tl.trans(w0), r0, PRECISION)
     product -= dot(tl.trans(w1), r1, PRECISION)
     product_ptr += (head.to(tl.int64) * total_blocks + block) * BLOCK_D * BLOCK_D
-    tl.store(product_ptr + offs[:, None] * BLOCK_D + cols[None, :], round_tf32(product))
+    tl.store(product_ptr + offs[:, None] * BLOCK_D + cols[None, :], round_product(product, PRECISION))
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -66,7 +101,7 @@ def tree_kernel(
         right = tl.load(tile_pointers(left_ptr + c0, BLOCK_D + k, BLOCK_D, TILE, TILE))
         acc += dot(left, right, PRECISION)
     parent_ptr = product_ptr + (head * total_blocks + parent_base + block) * BLOCK_D * BLOCK_D
-    tl.store(tile_pointers(parent_ptr + c0, r0, BLOCK_D, TILE, TILE), round_tf32(acc))
+    tl.store(tile_pointers(parent_ptr + c0, r0, BLOCK_D, TILE, TILE), round_product(acc, PRECISION))
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -78,7 +113,8 @@ def query_sweep_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Local logits [C, C] (fp32, unscaled) of one or two chunks, and their queries at every level where they lie right."""
+    """Local logits [C, C] (fp32, unscaled) of one or two chunks, and their queries at every level
+    where they lie right."""
     first, q_head = tl.program_id(0) * ROWS, tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
     h = hq // GROUP
@@ -92,7 +128,9 @@ def query_sweep_kernel(
     rows = first + tl.arange(0, ROWS)
     col = tl.arange(0, CHUNK)
     pair = first // (2 * CHUNK) * 2
-    q = load_tile(q_ptr + b * stride_qb + hq * stride_qh, first, stride_qt, T, ROWS, BLOCK_D, HEAD_DIM)
+    q = load_tile(
+        q_ptr + b * stride_qb + hq * stride_qh, first, stride_qt, T, ROWS, BLOCK_D, HEAD_DIM
+    )
     t = q.to(tl.float32)
     for step in tl.static_range(2):
         chunk = pair + 1 - step
@@ -114,7 +152,11 @@ def query_sweep_kernel(
             if step == 0:
                 level = levels_ptr + (rows - (pair // 2 + 1) * CHUNK)[:, None] * BLOCK_D
                 own = (rows // CHUNK == chunk)[:, None]
-                tl.store(level + tl.arange(0, BLOCK_D)[None, :], t.to(levels_ptr.dtype.element_ty), mask=own)
+                tl.store(
+                    level + tl.arange(0, BLOCK_D)[None, :],
+                    t.to(levels_ptr.dtype.element_ty),
+                    mask=own,
+                )
     document = 0
     if HAS_DOC:
         document = tl.load(start_ptr + b * T + pair * CHUNK)
@@ -136,7 +178,8 @@ def query_sweep_kernel(
 @triton.jit(do_not_specialize=RUNTIME)
 def key_sweep_kernel(
     k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, end_ptr,
-    stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
+    stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt,
+    stride_bh,
     T, H, num_chunks, num_levels, total_rows, total_blocks,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
@@ -151,7 +194,9 @@ def key_sweep_kernel(
     col = tl.arange(0, CHUNK)
     pair = first // (2 * CHUNK) * 2
     if (pair + 1) * CHUNK < T:
-        k = load_tile(k_ptr + b * stride_kb + h * stride_kh, first, stride_kt, T, ROWS, BLOCK_D, HEAD_DIM)
+        k = load_tile(
+            k_ptr + b * stride_kb + h * stride_kh, first, stride_kt, T, ROWS, BLOCK_D, HEAD_DIM
+        )
         t = k.to(tl.float32)
         for step in tl.static_range(2):
             chunk = pair + step
@@ -166,7 +211,11 @@ def key_sweep_kernel(
                 if step == 0:
                     level = levels_ptr + (rows - pair // 2 * CHUNK)[:, None] * BLOCK_D
                     own = (rows // CHUNK == chunk)[:, None]
-                    tl.store(level + tl.arange(0, BLOCK_D)[None, :], t.to(levels_ptr.dtype.element_ty), mask=own)
+                    tl.store(
+                        level + tl.arange(0, BLOCK_D)[None, :],
+                        t.to(levels_ptr.dtype.element_ty),
+                        mask=own,
+                    )
         reach = T  # no query at or after this position attends to the tile
         if HAS_DOC:
             reach = tl.load(end_ptr + b * T + tl.minimum((pair + 2) * CHUNK, T) - 1)

@@ -6,7 +6,8 @@ The gradient of a moved tile at level l is that of its square plus what comes ba
     left block:   k+ = P_right^T k     dk = dk_square + P_right dk+       dP_right += k dk+^T
     P = P_left P_right                 dP_left += dP P_right^T            dP_right += P_left^T dP
 
-The sweeps overwrite dq_square (dk_square) of every level by dq+ (dk+) of the same rows, from which the
+The sweeps overwrite dq_square (dk_square) of every level by dq+ (dk+) of the same rows, from which
+the
 products' gradients are then reduced in a fixed order.
 """
 
@@ -14,7 +15,16 @@ import triton
 import triton.language as tl
 
 from .chunk import load_factors
-from .tiles import RUNTIME, dot, load_square, load_tile, product_dot, rows_of_level, store_tile, tile_pointers
+from .tiles import (
+    RUNTIME,
+    dot,
+    load_square,
+    load_tile,
+    product_dot,
+    rows_of_level,
+    store_tile,
+    tile_pointers,
+)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -47,7 +57,9 @@ def query_sweep_backward_kernel(
             block_base -= T // half
         if (block % 2 == 1) & (block * half > document):
             here = row_base + block // 2 * half + first % half
-            square = load_tile(levels_ptr, here, BLOCK_D, total_rows, ROWS, BLOCK_D, BLOCK_D).to(tl.float32)
+            square = load_tile(levels_ptr, here, BLOCK_D, total_rows, ROWS, BLOCK_D, BLOCK_D).to(
+                tl.float32
+            )
             if level < num_levels - 1:
                 store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
                 product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
@@ -56,17 +68,24 @@ def query_sweep_backward_kernel(
     if ((pair + 1) * CHUNK < T) & (first + ROWS > (pair + 1) * CHUNK):
         rows = first + tl.arange(0, ROWS)
         moves = (rows // CHUNK == pair + 1)[:, None]
-        pointers = levels_ptr + (rows - (pair // 2 + 1) * CHUNK)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        pointers = (
+            levels_ptr
+            + (rows - (pair // 2 + 1) * CHUNK)[:, None] * BLOCK_D
+            + tl.arange(0, BLOCK_D)[None, :]
+        )
         square = tl.load(pointers, mask=moves, other=0.0).to(tl.float32)
         tl.store(pointers, t.to(levels_ptr.dtype.element_ty), mask=moves)
         w, x = load_factors(
-            w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr,
+            w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh,
+            inverse_ptr,
             pair, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
         )  # fmt: skip
         tw = tl.where(moves, dot(t, tl.trans(w), PRECISION), 0.0)
         t += square - dot(dot(tw, x, PRECISION), w, PRECISION)
     index = q_head * num_chunks * CHUNK
-    store_tile(dq_start_ptr, index + first, BLOCK_D, index + num_chunks * CHUNK, t, ROWS, BLOCK_D, BLOCK_D)
+    store_tile(
+        dq_start_ptr, index + first, BLOCK_D, index + num_chunks * CHUNK, t, ROWS, BLOCK_D, BLOCK_D
+    )
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -99,7 +118,9 @@ def key_sweep_backward_kernel(
             block_base -= T // half
         if (block % 2 == 0) & (right < reach):
             here = row_base + block // 2 * half + first % half
-            square = load_tile(levels_ptr, here, BLOCK_D, total_rows, ROWS, BLOCK_D, BLOCK_D).to(tl.float32)
+            square = load_tile(levels_ptr, here, BLOCK_D, total_rows, ROWS, BLOCK_D, BLOCK_D).to(
+                tl.float32
+            )
             if (level < num_levels - 1) & (right + half <= T):
                 store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
                 product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
@@ -108,65 +129,70 @@ def key_sweep_backward_kernel(
     if ((pair + 1) * CHUNK < T) & (first < (pair + 1) * CHUNK):
         rows = first + tl.arange(0, ROWS)
         moves = (rows // CHUNK == pair)[:, None]
-        pointers = levels_ptr + (rows - pair // 2 * CHUNK)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        pointers = (
+            levels_ptr
+            + (rows - pair // 2 * CHUNK)[:, None] * BLOCK_D
+            + tl.arange(0, BLOCK_D)[None, :]
+        )
         square = tl.load(pointers, mask=moves, other=0.0).to(tl.float32)
         tl.store(pointers, t.to(levels_ptr.dtype.element_ty), mask=moves)
         w, x = load_factors(
-            w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr,
+            w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh,
+            inverse_ptr,
             pair + 1, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
         )  # fmt: skip
         tw = tl.where(moves, dot(t, tl.trans(w), PRECISION), 0.0)
         t += square - dot(dot(tw, tl.trans(x), PRECISION), w, PRECISION)
     index = head * num_chunks * CHUNK
-    store_tile(dk_end_ptr, index + first, BLOCK_D, index + num_chunks * CHUNK, t, ROWS, BLOCK_D, BLOCK_D)
+    store_tile(
+        dk_end_ptr, index + first, BLOCK_D, index + num_chunks * CHUNK, t, ROWS, BLOCK_D, BLOCK_D
+    )
 
 
 @triton.jit
-def add_outer(acc, a_ptr, c_ptr, row, limit, r0, c0, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-              PRECISION: tl.constexpr):  # fmt: skip
-    """acc + a^T c over CHUNK rows of two level arrays, columns r0 ... and c0 ...; rows from `limit` on are zero."""
+def add_outer(
+    acc, a_ptr, c_ptr, row, limit, r0, c0,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc + a^T c over CHUNK rows of two levels, columns from r0 and c0; zero rows from `limit` on."""
     a = load_tile(a_ptr + r0, row, BLOCK_D, limit, CHUNK, TILE, TILE)
     c = load_tile(c_ptr + c0, row, BLOCK_D, limit, CHUNK, TILE, TILE)
-    return acc + dot(tl.trans(a), c.to(a.dtype), PRECISION)
+    return acc + dot(tl.trans(a), c, PRECISION)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
-def product_gradient_kernel(
-    q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, partial_ptr, start_ptr, end_ptr,
-    T, H, level, row_base, num_blocks, num_splits, total_rows,
-    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+@triton.jit
+def product_gradient(
+    q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, start_ptr, end_ptr,
+    T, H, level, row_base, total_rows, block, head, lo, hi, r0, c0,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dP of one block of a level from the tiles that P moved: sum of dq+ q^T (left), of k dk+^T (right).
+    """TILE x TILE of a block's dP from tokens lo ... hi - 1 of the sibling that P moved.
 
-    Program (block and split, head, TILE x TILE part): a split takes ROWS tokens of the moved block, for
-    every query head.
+    A left block moved queries of every head of the group: sum of dq+ q^T. A right one moved keys:
+    sum of k dk+^T.
     """
-    block, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
-    head, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    r0, c0 = tile // (BLOCK_D // TILE) * TILE, tile % (BLOCK_D // TILE) * TILE
     b = head // H
     half = CHUNK << level
-    lo = split * ROWS
     row = row_base + block // 2 * half
     acc = tl.zeros([TILE, TILE], tl.float32)
     if block % 2 == 0:
         first = (block + 1) * half
-        hi = tl.minimum(tl.minimum(lo + ROWS, half), T - first)
+        hi = tl.minimum(hi, T - first)
         for g in tl.range(GROUP, num_stages=1):
             base = (head * GROUP + g) * total_rows * BLOCK_D
             for start in range(lo, hi, CHUNK):
                 limit = row + hi
                 if HAS_DOC:
-                    document = tl.load(start_ptr + b * T + (first + start) // (2 * CHUNK) * (2 * CHUNK))
-                    limit = tl.where(first > document, limit, 0)
+                    pair = (first + start) // (2 * CHUNK) * (2 * CHUNK)
+                    limit = tl.where(first > tl.load(start_ptr + b * T + pair), limit, 0)
                 acc = add_outer(
                     acc, dq_levels_ptr + base, q_levels_ptr + base, row + start, limit, r0, c0,
                     BLOCK_D, CHUNK, TILE, PRECISION,
                 )  # fmt: skip
     else:
         base = head * total_rows * BLOCK_D
-        for start in range(lo, tl.minimum(lo + ROWS, half), CHUNK):
+        for start in range(lo, hi, CHUNK):
             limit = row + half
             if HAS_DOC:
                 last = ((block - 1) * half + start) // (2 * CHUNK) * (2 * CHUNK) + 2 * CHUNK - 1
@@ -175,35 +201,68 @@ def product_gradient_kernel(
                 acc, k_levels_ptr + base, dk_levels_ptr + base, row + start, limit, r0, c0,
                 BLOCK_D, CHUNK, TILE, PRECISION,
             )  # fmt: skip
-    index = (head * num_blocks + block) * num_splits + split
-    tl.store(tile_pointers(partial_ptr + index * BLOCK_D * BLOCK_D + c0, r0, BLOCK_D, TILE, TILE), acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def product_gradient_kernel(
+    q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, partial_ptr, start_ptr, end_ptr,
+    T, H, level, row_base, num_blocks, num_splits, total_rows,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of one level's dP, ROWS tokens each: long blocks are too few to fill the card."""
+    block, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
+    head, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    r0, c0 = tile // (BLOCK_D // TILE) * TILE, tile % (BLOCK_D // TILE) * TILE
+    acc = product_gradient(
+        q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, start_ptr, end_ptr,
+        T, H, level, row_base, total_rows, block, head,
+        split * ROWS, tl.minimum((split + 1) * ROWS, CHUNK << level), r0, c0,
+        GROUP, BLOCK_D, CHUNK, TILE, HAS_DOC, PRECISION,
+    )  # fmt: skip
+    partial_ptr += ((head * num_blocks + block) * num_splits + split) * BLOCK_D * BLOCK_D
+    tl.store(tile_pointers(partial_ptr + c0, r0, BLOCK_D, TILE, TILE), acc)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def tree_backward_kernel(
+    q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, start_ptr, end_ptr,
     product_ptr, partial_ptr, parent_ptr, gradient_ptr,
-    block_base, num_blocks, num_splits, num_parents, total_blocks,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    T, H, level, row_base, total_rows, block_base, num_blocks, num_splits, num_parents, total_blocks,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """TILE x TILE of one level's dP: the sum of its partial sums, and what comes back from the parent's product."""
+    """TILE x TILE of one level's dP: from what P moved, and from the product of its parent."""
     block, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     r0, c0 = tile // (BLOCK_D // TILE) * TILE, tile % (BLOCK_D // TILE) * TILE
     SIZE: tl.constexpr = BLOCK_D * BLOCK_D
-    partial_ptr += (head * num_blocks + block) * num_splits * SIZE + c0
-    acc = tl.zeros([TILE, TILE], tl.float32)
-    for split in range(num_splits):
-        acc += tl.load(tile_pointers(partial_ptr + tl.cast(split, tl.int64) * SIZE, r0, BLOCK_D, TILE, TILE))
+    if SPLIT:
+        acc = tl.zeros([TILE, TILE], tl.float32)
+        partial_ptr += (head * num_blocks + block) * num_splits * SIZE + c0
+        for split in range(num_splits):
+            part_ptr = partial_ptr + tl.cast(split, tl.int64) * SIZE
+            acc += tl.load(tile_pointers(part_ptr, r0, BLOCK_D, TILE, TILE))
+    else:
+        acc = product_gradient(
+            q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, start_ptr, end_ptr,
+            T, H, level, row_base, total_rows, block, head, 0, CHUNK << level, r0, c0,
+            GROUP, BLOCK_D, CHUNK, TILE, HAS_DOC, PRECISION,
+        )  # fmt: skip
     if block // 2 < num_parents:
         parent_ptr += (head * num_parents + block // 2) * SIZE
-        sibling_ptr = product_ptr + (head * total_blocks + block_base + block + 1 - 2 * (block % 2)) * SIZE
+        sibling_ptr = (
+            product_ptr + (head * total_blocks + block_base + block + 1 - 2 * (block % 2)) * SIZE
+        )
         for k in range(0, BLOCK_D, TILE):
             if block % 2 == 0:
                 parent = tl.load(tile_pointers(parent_ptr + k, r0, BLOCK_D, TILE, TILE))
                 right = tl.load(tile_pointers(sibling_ptr + k, c0, BLOCK_D, TILE, TILE))
-                acc += product_dot(parent, right, True, PRECISION)
+                acc += dot(parent, tl.trans(right), PRECISION)
             else:
                 left = tl.load(tile_pointers(sibling_ptr + r0, k, BLOCK_D, TILE, TILE))
                 parent = tl.load(tile_pointers(parent_ptr + c0, k, BLOCK_D, TILE, TILE))
                 acc += dot(tl.trans(left), parent, PRECISION)
     gradient_ptr += (head * num_blocks + block) * SIZE
-    tl.store(tile_pointers(gradient_ptr + c0, r0, BLOCK_D, TILE, TILE), acc)
+    pointers = tile_pointers(gradient_ptr + c0, r0, BLOCK_D, TILE, TILE)
+    tl.store(pointers, acc.to(gradient_ptr.dtype.element_ty))

@@ -1,7 +1,10 @@
-"""Tile helpers shared by the kernels: loads, stores, roundings, and the row layout of the dyadic levels.
+"""Tile helpers shared by the kernels: loads, stores, roundings, and the row layout of the dyadic
+levels.
 
-A *level* l pairs neighbouring blocks of `half = CHUNK << l` tokens. Only right blocks have moved queries
-and only left blocks have moved keys, so level l stores half of the tokens: the token at position t lies
+A *level* l pairs neighbouring blocks of `half = CHUNK << l` tokens. Only right blocks have moved
+queries
+and only left blocks have moved keys, so level l stores half of the tokens: the token at position t
+lies
 in row `(t // (2 half)) * half + t % half` of its level, and the levels lie one after another.
 """
 
@@ -9,12 +12,19 @@ import triton
 import triton.language as tl
 
 CHUNK = 64
-"""Tokens per UT transform: the triangular solve costs CHUNK^2, a level less costs D^2, per token."""
+"""Tokens per UT transform: the triangular solve costs CHUNK^2, a level less costs D^2, per
+token."""
 
 
-RUNTIME = """T H HQ num_chunks num_levels total_rows total_blocks child_base parent_base level row_base num_blocks
-num_splits num_parents block_base stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh""".split()
-"""Arguments that follow the sequence length: specialising on them would compile anew for other lengths."""
+GATE_SPAN = tl.constexpr(128)
+"""Tokens per fp64 offset of the gate's running sum; a multiple of every attention tile."""
+
+RUNTIME = """T H HQ num_chunks num_levels total_rows total_blocks child_base parent_base level
+row_base num_blocks
+num_splits num_parents block_base stride_bb stride_bt stride_bh stride_dbb stride_dbt
+stride_dbh""".split()
+"""Arguments that follow the sequence length: specialising on them would compile anew for other
+lengths."""
 
 
 def num_levels(seq_len: int) -> int:
@@ -42,7 +52,8 @@ def level_blocks(seq_len: int, level: int) -> int:
 
 
 def total_blocks(seq_len: int) -> int:
-    """Stored products of one head: levels 1 ... num_levels - 2 (chunks keep their factors instead)."""
+    """Stored products of one head: levels 1 ... num_levels - 2 (chunks keep their factors
+    instead)."""
     return sum(level_blocks(seq_len, level) for level in range(1, num_levels(seq_len) - 1))
 
 
@@ -61,7 +72,9 @@ def tile_pointers(ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexpr
 
 
 @triton.jit
-def load_tile(ptr, first_row, stride, limit, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
+def load_tile(
+    ptr, first_row, stride, limit, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+):
     """Tile [ROWS, COLS] of rows first_row ...; zero from row `limit` and from column WIDTH on."""
     mask = (first_row + tl.arange(0, ROWS) < limit)[:, None]
     if WIDTH != COLS:
@@ -70,7 +83,9 @@ def load_tile(ptr, first_row, stride, limit, ROWS: tl.constexpr, COLS: tl.conste
 
 
 @triton.jit
-def load_full_tile(ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
+def load_full_tile(
+    ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+):
     """`load_tile` where every row exists."""
     pointers = tile_pointers(ptr, first_row, stride, ROWS, COLS)
     if WIDTH != COLS:
@@ -80,7 +95,9 @@ def load_full_tile(ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexp
 
 
 @triton.jit
-def store_tile(ptr, first_row, stride, limit, tile, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
+def store_tile(
+    ptr, first_row, stride, limit, tile, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+):
     """Inverse of `load_tile`, cast to the pointer's type."""
     mask = (first_row + tl.arange(0, ROWS) < limit)[:, None]
     if WIDTH != COLS:
@@ -110,15 +127,16 @@ def split(x, dtype: tl.constexpr):
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
-    """a b in fp32, to 2^-16 or better. PRECISION: "tf32x3" for fp32 tiles, "bf16x3" or "fp16x3" for 16-bit ones.
+    """a b in fp32, to 2^-16 or better.
 
-    Between 16-bit tiles this is one exact product; an fp32 operand is split into two 16-bit terms. The
-    C x C products of the transform enter every level: in tf32 they alone cost nearly parallel w an error
-    of 1e-2 in dw and dbeta (T = 2048, fp64 otherwise).
+    PRECISION is "bf16x3" or "fp16x3" for 16-bit tiles: between two of them this is one exact product,
+    an fp32 operand is split into two 16-bit terms. "fp32" splits fp32 tiles too; "tf32x3" is Triton's.
+    The C x C products of the transform enter every level: in tf32 they alone cost nearly parallel w
+    an error of 1e-2 in dw and dbeta (T = 2048, fp64 otherwise).
     """
     if PRECISION == "tf32x3":
         return tl.dot(a, b, input_precision="tf32x3")
-    TILE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16x3" else tl.float16
+    TILE: tl.constexpr = tl.float16 if PRECISION == "fp16x3" else tl.bfloat16
     if a.dtype == tl.float32:
         a_high, a_low = split(a, TILE)
         if b.dtype == tl.float32:
@@ -134,16 +152,25 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def round_product(product, PRECISION: tl.constexpr):
+    """D x D products as they are stored: for 16-bit inputs in tf32, which `product_dot` reads as it is."""
+    if PRECISION == "tf32x3" or PRECISION == "fp32":
+        return product
+    else:
+        return round_tf32(product)
+
+
+@triton.jit
 def product_dot(a, b, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     """a b, or a b^T if TRANSPOSED, for a stored D x D product b.
 
-    tf32 rounded to nearest suffices (3e-4 in o after all levels), and b is stored so; but tensor cores read
-    tf32 operands along their rows only, and turning b in shared memory costs more than two more 16-bit terms.
+    For 16-bit inputs tf32 rounded to nearest suffices (3e-4 in o after all levels). But tensor cores
+    read tf32 operands along their rows only, and turning b in shared memory costs more than two more
+    16-bit terms: the key sweep took 1.06 ms with it and 0.79 ms with `dot`.
     """
-    if TRANSPOSED:
-        if PRECISION == "tf32x3":
-            return tl.dot(a, tl.trans(b), input_precision="tf32x3")
-        else:
-            return tl.dot(round_tf32(a), tl.trans(b), input_precision="tf32")
-    else:
+    if not TRANSPOSED:
         return dot(a, b, PRECISION)
+    elif PRECISION == "tf32x3" or PRECISION == "fp32":
+        return dot(a, tl.trans(b), PRECISION)
+    else:
+        return tl.dot(round_tf32(a), tl.trans(b), input_precision="tf32")
