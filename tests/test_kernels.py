@@ -298,22 +298,24 @@ def test_two_runs_give_the_same_bits():
     assert_same_bits(run(kernels, inputs), run(kernels, inputs))
 
 
-def test_tiles_without_a_visible_pair_are_skipped():
+@pytest.mark.parametrize("w", ["random", None])
+@pytest.mark.parametrize("border", [128, 256])
+def test_tiles_without_a_visible_pair_are_skipped(border, w):
     """Catches a mask that costs the whole triangle: NaN times a weight of 0 would show.
 
-    The border lies on the edge of every tile and of a dyadic block.
+    The border lies on the edge of every tile, once inside a dyadic block and once on its edge.
     """
-    inputs = small(512, HQ=1, H=1)._replace(document_start=starts(512, 256))
+    inputs = small(512, HQ=1, H=1, w=w)._replace(document_start=starts(512, border))
     expected = run(kernels, inputs)
 
     def spoil(x):
         x = x.detach().clone()
-        x[:, :256] = float("nan")
+        x[:, :border] = float("nan")
         return x.requires_grad_()
 
     actual = run(kernels, inputs.map(spoil))
     for name, want in expected.items():
-        assert torch.equal(actual[name][:, 256:], want[:, 256:]), name
+        assert torch.equal(actual[name][:, border:], want[:, border:]), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
