@@ -17,7 +17,7 @@ import types
 
 import torch
 from torch._utils import _get_available_device_type
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torchtitan.tools import utils
 
 # Modules that copied `device_type` and `device_module` from torchtitan.tools.utils on import.
@@ -73,6 +73,8 @@ def activate_without_accelerator() -> None:
     FSDPModule.set_gradient_divide_factor = _without_premultiplied_sum(
         FSDPModule.set_gradient_divide_factor
     )
+    # Memory is pinned for an accelerator; without one PyTorch refuses to.
+    CPUOffloadPolicy.__init__.__defaults__ = (False,)
     # A gloo thread drops the tensors of its last collective under the GIL. If the interpreter is
     # gone by then, the process aborts (one run in fifteen on a busy machine): let it go first.
     atexit.register(time.sleep, 0.5)

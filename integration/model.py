@@ -51,6 +51,7 @@ class PathArgs:
             raise ValueError(
                 f"model.attention must be one of {', '.join(ATTENTIONS)}, got {self.attention!r}"
             )
+        self._refuse_pipeline(job_config)
         if self.attention == "default":
             return
         self.path = job_config.model.path
@@ -87,6 +88,19 @@ class PathArgs:
     def _head_dim(self):
         return getattr(self, "head_dim", self.dim // self.n_heads)
 
+    def _refuse_pipeline(self, job_config) -> None:
+        """What torchtitan's pipeline cannot split, of any attention."""
+        for key, what in (
+            ("enable_weight_tying", "ties the output layer to the embedding of another stage"),
+            ("moe_enabled", "has experts"),
+        ):
+            degree = job_config.parallelism.pipeline_parallel_degree
+            if degree > 1 and getattr(self, key, False):
+                raise ValueError(
+                    f"parallelism.pipeline_parallel_degree must be 1, got {degree}: flavor "
+                    f"{job_config.model.flavor!r} of {job_config.model.name} {what}"
+                )
+
     def _refuse_unsupported(self, job_config) -> None:
         here = f'model.attention = "{self.attention}"'
         heads, kv_heads = self.n_heads, self._n_kv_heads
@@ -107,12 +121,6 @@ class PathArgs:
                 f"{here} does not support context parallelism yet: "
                 f"parallelism.context_parallel_degree must be 1, got {cp}"
             )
-        for key in ("initial_load_in_hf", "last_save_in_hf"):
-            if getattr(job_config.checkpoint, key):
-                raise ValueError(
-                    f"{here} does not support Hugging Face checkpoints yet: "
-                    f"checkpoint.{key} must be false, got true"
-                )
 
 
 class TitanAttention(PathAttention):

@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor, build_metrics_processor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-from path_backend.integration import metrics
+from path_backend.integration import checkpoint, metrics, pipeline
 from path_backend.integration.model import PathArgs, args_with_attention, build_model
 from path_backend.integration.tensor_parallel import apply_tensor_parallel
 
@@ -43,6 +45,12 @@ def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
         build_metrics_processor_fn=functools.partial(
             _build_metrics_processor, spec.build_metrics_processor_fn or build_metrics_processor
         ),
+        state_dict_adapter=(
+            functools.partial(checkpoint.build_adapter, spec.state_dict_adapter)
+            if spec.state_dict_adapter
+            else None
+        ),
+        **pipeline.with_mean_loss(spec),
     )
 
 
@@ -54,9 +62,11 @@ class _LazyTrainSpec:
 
     @functools.cached_property
     def _spec(self) -> TrainSpec:
-        return wrap_train_spec(
-            importlib.import_module(f"torchtitan.models.{self._name}").get_train_spec()
-        )
+        spec = importlib.import_module(f"torchtitan.models.{self._name}").get_train_spec()
+        # qwen3 works in stages (its forward passes over missing modules), but 0.2.2 names no
+        # function for it.
+        pipelining_fn = spec.pipelining_fn or pipeline_llm
+        return wrap_train_spec(dataclasses.replace(spec, pipelining_fn=pipelining_fn))
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self._spec, attribute)
@@ -70,7 +80,7 @@ def _parallelize(
 ) -> nn.Module:
     """Tensor parallelism of our parameters, then everything else as stock does it.
 
-    Two repairs of stock torchtitan 0.2.2 apply to every attention, `default` too: without them it
+    The repairs of stock torchtitan 0.2.2 apply to every attention, `default` too: without them it
     does not run or does not learn, and an attention would be compared with a broken one.
     """
     with _one_group_for_tied_embeddings(stock, model):
@@ -81,9 +91,23 @@ def _parallelize(
             if parallel_dims.tp_enabled:
                 apply_tensor_parallel(model, parallel_dims.get_mesh("tp"))
         model = stock(model, parallel_dims, job_config)
+    if parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled:
+        model.register_comm_hook(parallel_dims.get_mesh("dp_replicate").get_group(), _sum_bucket)
     if parallel_dims.tp_enabled and job_config.compile.enable and model.tok_embeddings is not None:
         _finish_embeddings(model)
     return model
+
+
+def _sum_bucket(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Gradients of DDP: their sum, since each rank has divided by the tokens of all (#2323).
+
+    DDP itself averages, so that in torchtitan 0.2.2 they are too small by the number of ranks.
+    """
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 def _finish_embeddings(model: nn.Module) -> None:

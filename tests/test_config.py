@@ -127,8 +127,6 @@ def test_wrong_attention(tmp_path):
     [
         ("8B", "--parallelism.tensor_parallel_degree=16", "must divide the 8 key/value heads"),
         ("8B", "--parallelism.context_parallel_degree=2", "context_parallel_degree must be 1"),
-        ("8B", "--checkpoint.initial_load_in_hf", "initial_load_in_hf must be false"),
-        ("8B", "--checkpoint.last_save_in_hf", "last_save_in_hf must be false"),
     ],
 )
 def test_refusals(flavor, argument, message):
@@ -136,6 +134,23 @@ def test_refusals(flavor, argument, message):
     with pytest.raises(ValueError, match=message):
         configured_args(parse(argument), flavor)
     configured_args(parse(argument, "--model.attention=default"), flavor)
+
+
+@pytest.mark.parametrize("attention", ["default", "path"])
+@pytest.mark.parametrize(
+    "flavor, message",
+    [
+        ("debugmodel", "must be 1, got 2: flavor 'debugmodel' of qwen3 ties the output layer"),
+        ("debugmodel_moe", "must be 1, got 2: flavor 'debugmodel_moe' of qwen3 has experts"),
+    ],
+)
+def test_refuses_pipelines(flavor, message, attention):
+    """A pipeline of what torchtitan cannot split failing in the middle of its construction."""
+    names = ("--model.name=qwen3", f"--model.flavor={flavor}")
+    arguments = (*names, f"--model.attention={attention}")
+    configured_args(parse(*arguments), flavor)
+    with pytest.raises(ValueError, match=message):
+        configured_args(parse(*arguments, "--parallelism.pipeline_parallel_degree=2"), flavor)
 
 
 def test_refuses_head_counts():
@@ -213,7 +228,7 @@ def test_registered_lazily():
     """The wrapped spec missing, or a stock model imported by a job that does not use it."""
     spec = get_train_spec("qwen3")
     assert isinstance(spec, train_spec._LazyTrainSpec)
-    assert spec.pipelining_fn is qwen3.get_train_spec().pipelining_fn
+    assert spec.build_loss_fn is qwen3.get_train_spec().build_loss_fn
     assert spec.model_args["debugmodel"].attention == "default"
 
 
@@ -271,6 +286,15 @@ def test_flops_by_hand():
     assert totals["path_fox"][0] - totals["fox"][0] == parameters
     extra = 6 * parameters + 6 * transform_flops_per_token(16, 16, 16, 256)
     assert totals["path_fox"][1] - totals["fox"][1] == extra
+
+    # All of it: feed-forward width 768, vocabulary 2048, squares of 256 x 256 scores per head.
+    block = (
+        4 * 256 * 256 + 3 * 256 * 768 + 2 * 256 + 256 * 16 + 16
+    )  # with the gate, without w, beta
+    weights = parameters + 6 * block + 256 + 256 * 2048
+    scores = 6 * 16 * 3 * (2 * 2 * 16 * 256)  # q k^T and p v; the backward is two forwards
+    transforms = 6 * transform_flops_per_token(16, 16, 16, 256)
+    assert totals["path_fox"] == (weights + 2048 * 256, 6 * weights + scores + transforms)
 
 
 class CountOp(TorchDispatchMode):

@@ -1,0 +1,119 @@
+"""Hugging Face checkpoints of models with PaTH, PaTH-FoX or FoX attention, both ways.
+
+A plain Llama or Qwen3 checkpoint loads into such a model: what it lacks, the parameters of
+`attention.path`, keeps its initial values and is listed in the log. An export has them beside the
+stock ones, as `model.layers.<i>.self_attn.path.<name>`, and they load again by that name.
+
+torchtitan permutes the rows of Llama's wq and wk on the way, because it pairs RoPE's channels in
+another order than Hugging Face does. Without RoPE nothing pairs channels: rows stay as they are.
+"""
+
+import functools
+import re
+from typing import Any
+
+from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.tools.logging import logger
+
+_OURS = re.compile(r"layers\.(\d+)\.attention\.path\.(.+)")
+_OURS_IN_HF = re.compile(r"model\.layers\.(\d+)\.self_attn\.path\.(.+)")
+
+
+def build_adapter(
+    stock_cls: type[BaseStateDictAdapter], model_args: BaseModelArgs, hf_assets_path: str | None
+) -> BaseStateDictAdapter:
+    """The stock adapter if `attention = "default"`, else one that knows our parameters."""
+    if model_args.attention == "default":
+        return stock_cls(model_args, hf_assets_path)
+    return _adapter_class(stock_cls)(model_args, hf_assets_path)
+
+
+@functools.cache
+def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictAdapter]:
+    class PathAdapter(stock_cls):
+        _exported: dict[str, Any]  # what to_hf returned, until it is loaded
+
+        def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+            """Raises ValueError for a parameter without a name there (Qwen3's would drop it)."""
+            ours, stock = _split(state_dict, _OURS)
+            known = self.from_hf_map.values()
+            lost = [name for name in stock if re.sub(r"\d+", "{}", name, count=1) not in known]
+            if lost:
+                raise ValueError(
+                    f"{stock_cls.__name__} must know every parameter, got {', '.join(lost)}"
+                )
+            exported = super().to_hf(stock)
+            for name, value in ours.items():
+                exported[_OURS.sub(r"model.layers.\1.self_attn.path.\2", name)] = value
+            self._place_in_files(exported)
+            self._exported = exported
+            return exported
+
+        def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+            ours, stock = _split(hf_state_dict, _OURS_IN_HF)
+            state_dict = super().from_hf(stock)
+            for name, value in ours.items():
+                state_dict[_OURS_IN_HF.sub(r"layers.\1.attention.path.\2", name)] = value
+            return state_dict
+
+        def get_hf_storage_reader(self, path: str, from_quantized: bool = False):
+            """The stock reader; what it does not find of our parameters is no longer asked for.
+
+            torchtitan calls to_hf, this, and then a strict load of what to_hf returned.
+            """
+            reader = super().get_hf_storage_reader(path, from_quantized)
+            found = reader.read_metadata().state_dict_metadata.keys()
+            exported, self._exported = self._exported, {}
+            ours, _ = _split(exported, _OURS_IN_HF)
+            missing = [name for name in ours if name not in found]
+            for name in missing:
+                del exported[name]
+            if missing:
+                logger.warning(
+                    f"Not in {path}, initial values stay: {', '.join(_by_layer(missing))}"
+                )
+            unused = [name for name in found if _OURS_IN_HF.match(name) and name not in ours]
+            if unused:
+                logger.warning(
+                    f'In {path}, not used by model.attention = "{self.model_args.attention}": '
+                    f"{', '.join(_by_layer(unused))}"
+                )
+            return reader
+
+        # Llama's adapter calls them for wq and wk.
+        def _permute(self, weight, *shape):
+            return weight
+
+        def _reverse_permute(self, weight, *shape):
+            return weight
+
+        def _place_in_files(self, exported: dict[str, Any]) -> None:
+            """Put each new parameter into the file of its layer's q_proj, if there are files."""
+            files = self.fqn_to_index_mapping
+            if not files:
+                return
+            for name in exported:
+                if match := _OURS_IN_HF.match(name):
+                    files[name] = files[f"model.layers.{match[1]}.self_attn.q_proj.weight"]
+
+    PathAdapter.__name__ = PathAdapter.__qualname__ = f"Path{stock_cls.__name__}"
+    return PathAdapter
+
+
+def _split(state_dict: dict[str, Any], pattern: re.Pattern) -> tuple[dict, dict]:
+    """Entries whose name matches, and the others."""
+    ours = {name: value for name, value in state_dict.items() if pattern.fullmatch(name)}
+    return ours, {name: value for name, value in state_dict.items() if name not in ours}
+
+
+def _by_layer(names: list[str]) -> list[str]:
+    """Names that differ in the layer alone, as one: `model.layers.{0,1}.self_attn.path.conv`."""
+    layers: dict[str, list[str]] = {}
+    for match in map(_OURS_IN_HF.fullmatch, names):
+        assert match
+        layers.setdefault(match[2], []).append(match[1])
+    return [
+        f"model.layers.{{{','.join(sorted(held, key=int))}}}.self_attn.path.{parameter}"
+        for parameter, held in layers.items()
+    ]

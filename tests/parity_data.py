@@ -1,0 +1,52 @@
+"""Data that does not depend on the layout, and a four-layer flavor, for parity.py.
+
+torchtitan imports it by `[experimental] custom_import`.
+
+A text of torchtitan's dataset is split over data parallel ranks by whole documents, and each rank
+packs its own: two ranks see other sequences than one. Here each document fills one sequence
+exactly, and ranks take documents in turn, so that the 8 sequences of a step are the same on any
+number of ranks, in another order. Inside a sequence, end-of-text tokens at random places make
+documents for the masks.
+"""
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import tiny_models  # noqa: F401 (adds the flavors)
+from datasets import Dataset
+from tokenizers import Tokenizer
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.models.llama3 import llama3_args
+from torchtitan.models.qwen3 import qwen3_args
+
+from path_backend.integration.dataset import TOKENIZER_DIR, document_text
+
+SEQ_LEN = 96
+END_OF_TEXT = "<|end_of_text|>"
+
+
+def load(documents: str, *, seed: int):
+    """`documents` texts of SEQ_LEN + 1 tokens, the ones that torchtitan adds included."""
+    tokenizer = Tokenizer.from_file(str(TOKENIZER_DIR / "tokenizer.json"))
+    words = sorted(w for w in tokenizer.get_vocab() if w[0] == "Ġ" and w[1:].isalpha())
+    words = [" " + w[1:] for w in words[:200]]
+    weights = [0.05 * len(words)] + [1] * len(words)
+    draw = random.Random(seed)
+    texts = []
+    for _ in range(int(documents)):
+        text = "".join(draw.choices([END_OF_TEXT, *words], weights, k=SEQ_LEN - 1))
+        assert len(tokenizer.encode(text).ids) == SEQ_LEN - 1
+        texts.append(text)
+    return Dataset.from_dict({"text": texts}).to_iterable_dataset()  # one shard: ranks take turns
+
+
+for name, seed in (("parity", 0), ("parity_validation", 1)):
+    DATASETS[name] = DatasetConfig("64", partial(load, seed=seed), document_text)
+
+for flavors in (llama3_args, qwen3_args):
+    flavors["parity"] = replace(flavors["tiny"], n_layers=4)
+# A pipeline cannot tie two of its stages.
+qwen3_args["parity_tied"] = replace(qwen3_args["parity"], enable_weight_tying=True)
+qwen3_args["parity"].enable_weight_tying = False

@@ -1,0 +1,219 @@
+"""Hugging Face checkpoints in and out, and checkpoints that change their layout."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from parity import FP32, ONE_RANK, Budget, Column, Layout, Parity, assert_same_state
+from safetensors.torch import load_file, save_file
+from torchtitan.models import llama3, qwen3
+from trainer import train
+
+from path_backend.integration import train_spec
+from path_backend.integration.dataset import TOKENIZER_DIR
+
+STOCK = {"llama3": llama3, "qwen3": qwen3}
+PARALLEL = {
+    "1 rank": (),
+    "FSDP2": ("--parallelism.data_parallel_shard_degree=2",),
+    "TP2": ("--parallelism.tensor_parallel_degree=2",),
+    "PP2": ("--parallelism.pipeline_parallel_degree=2",),
+}
+JOB = (
+    *("--experimental.custom_import=parity_data", "--model.flavor=parity"),
+    *("--training.dataset=parity", "--training.seq_len=96", "--training.global_batch_size=4"),
+    *("--checkpoint.enable", "--checkpoint.keep_latest_k=0", "--checkpoint.interval=100"),
+    *("--validation.enable", "--validation.dataset=parity_validation", "--validation.steps=1"),
+    *("--validation.seq_len=96", "--validation.freq=100", "--lr_scheduler.warmup_steps=0"),
+)
+EXPORT = ("--checkpoint.last_save_in_hf",)
+UNCHANGED = ("--training.steps=1", "--optimizer.lr=0.0")  # one step that changes nothing
+
+
+def start(folder, model, attention, layout, *arguments):
+    """A run on as many ranks as the layout has; 4 sequences a step."""
+    local_batch = 2 if layout == "FSDP2" else 4
+    return train(
+        folder,
+        *(*JOB, f"--model.name={model}", f"--model.attention={attention}"),
+        f"--training.local_batch_size={local_batch}",
+        f"--validation.local_batch_size={local_batch}",
+        *(*PARALLEL[layout], *arguments),
+        ranks=1 if layout == "1 rank" else 2,
+    )
+
+
+def load_hf(folder):
+    return ("--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={folder}")
+
+
+def exported(run, step=1):
+    """All tensors of the Hugging Face checkpoint that a run has left."""
+    tensors = {}
+    for path in sorted((run.folder / "checkpoint" / f"step-{step}").glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=name)
+
+
+@pytest.fixture(scope="module", params=["llama3", "qwen3"])
+def plain(request, tmp_path_factory):
+    """Name of a model, and a folder with a checkpoint of it in Hugging Face's layout."""
+    import parity_data  # noqa: F401 (adds the flavor)
+
+    spec = STOCK[request.param].get_train_spec()
+    args = spec.model_args["parity"]
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    draw = torch.Generator().manual_seed(0)
+    state = {
+        name: 0.02 * torch.randn(value.shape, generator=draw)
+        for name, value in model.state_dict().items()
+    }
+    folder = tmp_path_factory.mktemp(request.param)
+    tensors = spec.state_dict_adapter(args, None).to_hf(state)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
+    return request.param, folder
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_plain_checkpoint(plain, tmp_path, layout):
+    """Rows permuted for a RoPE that is not there, or a tensor of either side lost on the way."""
+    model, folder = plain
+    attention = "path_fox" if layout in ("1 rank", "PP2") else "path"
+    run = start(tmp_path, model, attention, layout, *load_hf(folder), *UNCHANGED, *EXPORT)
+    saved = exported(run)
+    new = {name: tensor for name, tensor in saved.items() if ".self_attn.path." in name}
+    assert_equal({k: v for k, v in saved.items() if k not in new}, load_file(*folder.iterdir()))
+
+    parts = ["w_down.weight", "w_up.weight", "conv.weight", "beta.weight", "beta.bias"]
+    parts += ["gate.weight", "gate.bias"] if attention == "path_fox" else []
+    expected = {f"model.layers.{i}.self_attn.path.{part}" for i in range(4) for part in parts}
+    assert new.keys() == expected
+    layers = "{0,1}" if layout == "PP2" else "{0,1,2,3}"  # rank 0 lists what it holds
+    for part in parts:
+        assert f"model.layers.{layers}.self_attn.path.{part}" in run.output
+        for i in range(4):
+            initial = new[f"model.layers.{i}.self_attn.path.{part}"]
+            if part.endswith("bias"):
+                assert not initial.any()
+            else:
+                assert 0.01 < initial.std() < 0.03
+
+
+@pytest.mark.parametrize(
+    "model, attention, layout",
+    [
+        ("llama3", "path_fox", "FSDP2"),
+        ("llama3", "path", "TP2"),
+        ("qwen3", "path_fox", "TP2"),
+        ("qwen3", "fox", "PP2"),
+    ],
+)
+def test_round_trip(tmp_path, model, attention, layout):
+    """An export that does not bring the trained model back, on one rank from any layout."""
+    steps = ("--training.steps=2", "--validation.freq=2")
+    first = start(tmp_path / "first", model, attention, layout, *steps, *EXPORT)
+    folder = first.folder / "checkpoint" / "step-2"
+    back = start(
+        *(tmp_path / "back", model, attention, "1 rank", *load_hf(folder), *UNCHANGED, *EXPORT),
+        "--debug.seed=1",
+    )
+    assert_equal(exported(back), exported(first, step=2))
+    assert "initial values stay" not in back.output
+    assert back.validation_loss[0] == pytest.approx(first.validation_loss[-1], rel=1e-6)
+
+
+def test_other_attention(tmp_path):
+    """Gates that only the checkpoint or only the model has, passed over in silence."""
+    first = start(tmp_path / "first", "llama3", "path", "1 rank", *UNCHANGED, *EXPORT)
+    folder = first.folder / "checkpoint" / "step-1"
+    gated = start(
+        *(tmp_path / "gated", "llama3", "path_fox", "1 rank", *load_hf(folder), *UNCHANGED, *EXPORT)
+    )
+    listed = re.search(r"initial values stay: (.*)", gated.output)[1]
+    names = "model.layers.{0,1,2,3}.self_attn.path"
+    assert sorted(listed.split(", ")) == [f"{names}.gate.bias", f"{names}.gate.weight"]
+
+    folder = gated.folder / "checkpoint" / "step-1"
+    back = start(
+        tmp_path / "back", "llama3", "path", "1 rank", *load_hf(folder), *UNCHANGED, *EXPORT
+    )
+    listed = re.search(r'not used by model.attention = "path": (.*)', back.output)[1]
+    assert sorted(listed.split(", ")) == [f"{names}.gate.bias", f"{names}.gate.weight"]
+    assert_equal(exported(back), exported(first))
+
+
+def test_files_of_the_base_model(plain, tmp_path):
+    """New parameters without a file, where the base model's index spreads tensors over several."""
+    model, folder = plain
+    assets = tmp_path / "assets"
+    shutil.copytree(TOKENIZER_DIR, assets)
+    names = load_file(*folder.iterdir())
+    files = {name: f"model-{1 + ('layers.0' in name):05}-of-00002.safetensors" for name in names}
+    (assets / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    run = start(
+        *(tmp_path / "run", model, "path", "FSDP2", *load_hf(folder), *UNCHANGED, *EXPORT),
+        f"--model.hf_assets_path={assets}",
+    )
+    saved = run.folder / "checkpoint" / "step-1"
+    second = load_file(saved / "model-00002-of-00002.safetensors")
+    assert {name for name in second if ".path." in name} >= {
+        f"model.layers.0.self_attn.path.{part}.weight" for part in ("w_up", "conv", "beta")
+    }
+    assert all("layers.0" in name for name in second)
+    index = json.loads((saved / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == exported(run).keys() > names.keys()
+
+
+@pytest.mark.parametrize("column", [Column("llama3", "path_fox"), Column("qwen3", "path")], ids=str)
+def test_layouts_take_turns(tmp_path, column):
+    """Parameters or optimizer states lost or mixed up where the next layout splits them otherwise.
+
+    Two key/value heads over four ranks leave some of beta's shards empty. Eight documents in all:
+    every step sees the same, so that the place in the data, which torchtitan restores only for the
+    same number of data parallel ranks, does not matter.
+    """
+    layouts = [
+        Layout("FSDP2", shard=2),
+        Layout("TP2", tensor=2),
+        Layout("PP2", pipeline=2),
+        Layout("FSDP2 x TP2", shard=2, tensor=2),
+        Layout("FSDP2", shard=2),
+        ONE_RANK,
+    ]
+    parity = Parity(tmp_path / "parity")
+    full = ("--training.dataset_path=8", "--checkpoint.no_last_save_model_only")
+    whole = parity.one_rank(column, *full, f"--training.steps={len(layouts)}")
+    loss, grad_norm = [], []
+    for steps, layout in enumerate(layouts, 1):
+        run = parity.run(
+            *(tmp_path / "turns", column, layout, *full, f"--training.steps={steps}"),
+            "--checkpoint.exclude_from_loading=dataloader",
+        )
+        loss += run.loss
+        grad_norm += run.grad_norm
+    budget = Budget(FP32.loss, 10 * FP32.tensor)  # what rounding has grown to after six steps
+    assert loss == pytest.approx(whole.loss, rel=budget.loss)
+    assert grad_norm == pytest.approx(whole.grad_norm, rel=budget.tensor)
+    assert_same_state(run, whole, budget, step=len(layouts))
+
+
+@pytest.mark.parametrize("model", STOCK)
+def test_unknown_parameters(model):
+    """A parameter that the layout does not name dropped from the export (stock Qwen3 does)."""
+    stock = STOCK[model].get_train_spec()
+    spec = train_spec.wrap_train_spec(stock)
+    args = spec.model_args["debugmodel"]
+    assert type(spec.state_dict_adapter(args, None)) is stock.state_dict_adapter
+    args.attention = "path"
+    adapter = spec.state_dict_adapter(args, None)
+    with pytest.raises(ValueError, match="must know every parameter, got layers.0.attention.sink"):
+        adapter.to_hf({"layers.0.attention.sink": torch.zeros(1)})

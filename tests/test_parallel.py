@@ -1,0 +1,170 @@
+"""Every layout of torchtitan trains what one rank trains.
+
+Always on is each row in one column, the columns taking turns; PATH_BACKEND_MATRIX=1 runs each row
+in all of them. make_matrix.py does so and writes the table of the README.
+"""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from itertools import cycle
+
+import pytest
+import torch
+from parity import BF16, FLOAT8, Column, Layout, Parity, assert_same_training
+from trainer import TrainerError, train
+
+COLUMNS = [Column(model, kind) for model in ("llama3", "qwen3") for kind in ("path", "path_fox")]
+MATRIX = bool(int(os.environ.get("PATH_BACKEND_MATRIX", "0")))
+
+DOCUMENTS = ("--model.path.document_mask",)
+COMPILE = ("--compile.enable", "--compile.backend=aot_eager")
+ASYNC_TP = ("--parallelism.enable_async_tensor_parallel",)
+BY_LAYER = ("--activation_checkpoint.mode=selective",)
+BY_OP = (*BY_LAYER, "--activation_checkpoint.selective_ac_option=op")
+FULL = ("--activation_checkpoint.mode=full",)
+IN_BF16 = ("--training.mixed_precision_param=bfloat16",)
+IN_FLOAT8 = ("--model.converters=quantize.linear.float8",)
+EMULATED = (*IN_FLOAT8, "--quantize.linear.float8.emulate")
+OFFLOAD = ("--training.enable_cpu_offload",)
+INTERLEAVED = (
+    "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+    "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+    "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+)
+
+LAYOUTS = [
+    Layout("gradient accumulation", accumulate=2),
+    Layout("FSDP2", shard=2),
+    Layout("FSDP2, gradient accumulation", shard=2, accumulate=2),
+    Layout("FSDP2, CPU offload", OFFLOAD, shard=2),
+    Layout("DDP", replicate=2),
+    Layout("HSDP (2 x 2)", shard=2, replicate=2),
+    Layout("TP2 with sequence parallel", tensor=2),
+    Layout("FSDP2 x TP2", shard=2, tensor=2),
+    Layout("PP2, 1F1B", pipeline=2),
+    Layout("PP2, interleaved 1F1B, gradient accumulation", INTERLEAVED, pipeline=2, accumulate=2),
+    Layout("FSDP2 x PP2", shard=2, pipeline=2),
+    Layout("TP2 x PP2", tensor=2, pipeline=2),
+    Layout("FSDP2, selective checkpointing by layer", BY_LAYER, shard=2),
+    Layout("FSDP2, selective checkpointing by op", BY_OP, shard=2),
+    Layout("FSDP2, full checkpointing", FULL, shard=2),
+    Layout("FSDP2, compile (model, loss)", COMPILE, shard=2),
+    Layout("TP2, compile", COMPILE, tensor=2),
+    Layout("TP2, compile, async TP", (*COMPILE, *ASYNC_TP), tensor=2),
+    Layout("PP2, compile", COMPILE, pipeline=2),
+    Layout("FSDP2, documents", DOCUMENTS, shard=2),
+    Layout("TP2, documents", DOCUMENTS, tensor=2),
+    Layout("PP2, documents", DOCUMENTS, pipeline=2),
+    Layout(
+        "FSDP2, documents, compile, selective checkpointing by op",
+        (*DOCUMENTS, *COMPILE, *BY_OP),
+        shard=2,
+    ),
+    Layout("FSDP2, bf16", IN_BF16, shard=2, budget=BF16),
+    Layout(
+        "FSDP2 x TP2, bf16, documents, compile, full checkpointing",
+        (*IN_BF16, *DOCUMENTS, *COMPILE, *FULL),
+        shard=2,
+        tensor=2,
+        budget=BF16,
+    ),
+    Layout("FSDP2, float8 (emulated)", EMULATED, shard=2, budget=FLOAT8),
+]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A layout that does not start, the message that says so, and the reason in few words."""
+
+    layout: Layout
+    message: str
+    reason: str
+
+
+REFUSALS = [
+    Refusal(
+        Layout("TP4 on 2 key/value heads", tensor=4),
+        "tensor_parallel_degree must divide the 2 key/value heads of flavor 'parity', got 4",
+        "the degree must divide the key/value heads",
+    ),
+    Refusal(
+        Layout("TP2, sequence of odd length", ("--training.seq_len=95",), tensor=2),
+        r"Sequence length 95 must be divisible by the product of TP degree\s+\(2\)",
+        "the degree must divide the sequence",
+    ),
+    Refusal(
+        Layout("TP2, async TP without compile", ASYNC_TP, tensor=2),
+        "Async TP requires",
+        "needs compile",
+    ),
+    Refusal(
+        Layout("CP2", context=2),
+        "context_parallel_degree must be 1, got 2",
+        "not supported yet",
+    ),
+]
+if not torch.cuda.is_available():
+    REFUSALS.append(
+        Refusal(
+            Layout("float8 without a GPU for it", IN_FLOAT8, shard=2),
+            "only supported on SM89 or later.*set `float8.emulate` to True",
+            "needs SM89 or `emulate`",
+        )
+    )
+
+
+def in_columns(rows):
+    """Every row in every column, or each in one, the columns taking turns."""
+    turn = cycle(COLUMNS)
+    for row in rows:
+        name = row.name if isinstance(row, Layout) else row.layout.name
+        for column in COLUMNS if MATRIX else [next(turn)]:
+            yield pytest.param(row, column, id=f"{name}, {column}")
+
+
+@pytest.fixture(scope="module")
+def parity(tmp_path_factory):
+    return Parity(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.fixture
+def cell(record_property):
+    """Record a cell of the README's table."""
+
+    def record(layout: Layout, column: Column, text: str) -> None:
+        for name, value in (("row", layout.name), ("column", str(column)), ("cell", text)):
+            record_property(name, value)
+
+    return record
+
+
+@pytest.mark.parametrize("layout, column", list(in_columns(LAYOUTS)))
+def test_same_training(parity, tmp_path, cell, layout, column):
+    """A gradient summed over the wrong ranks, heads mixed up, a mask or a scale that got lost."""
+    if "float8" in layout.name and not importlib.util.find_spec("torchao"):
+        pytest.skip("needs torchao")
+    if torch.cuda.is_available() and torch.cuda.device_count() < layout.ranks:
+        pytest.skip(f"needs {layout.ranks} GPUs")
+    cell(layout, column, "equal")
+    masks = [argument for argument in layout.arguments if argument in DOCUMENTS]
+    run = parity.run(tmp_path, column, layout)
+    assert_same_training(run, parity.one_rank(column, *masks), layout.budget)
+
+
+@pytest.mark.parametrize("attention", ["default", "path_fox"])
+@pytest.mark.parametrize("layout", [Layout("FSDP2", shard=2), Layout("TP2", tensor=2)], ids=str)
+def test_tied_embeddings(parity, tmp_path, layout, attention):
+    """An output layer that trains apart from the embedding, or two FSDP2 groups that share one."""
+    column = Column("qwen3", attention, "parity_tied")
+    run = parity.run(tmp_path, column, layout)
+    assert_same_training(run, parity.one_rank(column), layout.budget)
+
+
+@pytest.mark.parametrize("refusal, column", list(in_columns(REFUSALS)))
+def test_refusal(tmp_path, cell, refusal, column):
+    """A job that cannot run failing somewhere inside, or without a word on what to change."""
+    cell(refusal.layout, column, f"refused: {refusal.reason}")
+    layout = refusal.layout
+    with pytest.raises(TrainerError, match=refusal.message):
+        train(tmp_path, *column.job, *layout.overrides, ranks=layout.ranks)
