@@ -361,8 +361,9 @@ def test_opcheck_forward(kind):
     torch.library.opcheck(torch.ops.path_backend.attention.default, arguments)
 
 
-@pytest.mark.parametrize("layout", ["as is", *LAYOUTS])
-@pytest.mark.parametrize("kind", ["path_fox", "nope"])
+@pytest.mark.parametrize(
+    "kind, layout", [*((kind, "as is") for kind in KINDS), *(("path_fox", x) for x in LAYOUTS)]
+)
 def test_opcheck_backward(kind, layout):
     """Catches the same of the gradients: compiled code that follows assumes the fake's strides."""
     inputs = op_arguments(kind, LAYOUTS.get(layout, lambda x: x)).map(torch.detach)
