@@ -18,6 +18,7 @@ import types
 import torch
 from torch._utils import _get_available_device_type
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torchtitan.distributed import utils as distributed
 from torchtitan.tools import utils
 
 # Modules that copied `device_type` and `device_module` from torchtitan.tools.utils on import.
@@ -73,11 +74,22 @@ def activate_without_accelerator() -> None:
     FSDPModule.set_gradient_divide_factor = _without_premultiplied_sum(
         FSDPModule.set_gradient_divide_factor
     )
+    distributed.init_distributed = _without_second_backend(distributed.init_distributed)
     # Memory is pinned for an accelerator; without one PyTorch refuses to.
     CPUOffloadPolicy.__init__.__defaults__ = (False,)
     # A gloo thread drops the tensors of its last collective under the GIL. If the interpreter is
     # gone by then, the process aborts (one run in fifteen on a busy machine): let it go first.
     atexit.register(time.sleep, 0.5)
+
+
+def _without_second_backend(init_distributed):
+    """CPU offload adds a gloo backend for the CPU to the accelerator's: here gloo is the first."""
+
+    @functools.wraps(init_distributed)
+    def init(comm_config, enable_cpu_backend=False, **options) -> int:
+        return init_distributed(comm_config, enable_cpu_backend=False, **options)
+
+    return init
 
 
 def _without_premultiplied_sum(set_gradient_divide_factor):

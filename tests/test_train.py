@@ -153,6 +153,7 @@ def test_torchrun_command(tmp_path):
         *("--local-ranks-filter=0", "--role=rank", "--tee=3", "-m", "torchtitan.train"),
         *("--job.config_file=configs/llama3_debug_path.toml", f"--job.dump_folder={tmp_path}"),
         *("--training.steps=2", "--training.seq_len=64", "--validation.seq_len=64"),
+        "--training.enable_cpu_offload",  # a second backend, which only this way asks for
         "--metrics.disable_color_printing",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
