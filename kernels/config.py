@@ -41,7 +41,7 @@ def forward_tiles(dtype: torch.dtype, width: int) -> Tiles:
         return Tiles(64, 32 if width > 64 else 64, 4, 2) if width <= 128 else Tiles(64, 32, 8, 1)
     if width <= 64:
         return Tiles(64, 64, 4, 3)
-    return Tiles(64, 64, 4, 3) if width <= 128 else Tiles(128, 64, 8, 2)
+    return Tiles(64, 64, 4, 3) if width <= 128 else Tiles(64, 64, 4, 1)
 
 
 def query_tiles(dtype: torch.dtype, width: int) -> Tiles:
@@ -50,7 +50,7 @@ def query_tiles(dtype: torch.dtype, width: int) -> Tiles:
         return Tiles(64, 32, 4, 2)
     if width <= 64:
         return Tiles(64, 64, 4, 3)
-    return Tiles(64, 64, 4, 2) if width <= 128 else Tiles(64, 64, 8, 2)
+    return Tiles(64, 64, 4, 2) if width <= 128 else Tiles(64, 64, 4, 1)
 
 
 def key_tiles(dtype: torch.dtype, width: int) -> Tiles:
@@ -59,7 +59,7 @@ def key_tiles(dtype: torch.dtype, width: int) -> Tiles:
         return Tiles(64, 64, 4, 1)
     if width <= 64:
         return Tiles(64, 64, 4, 3)
-    return Tiles(64, 64, 4, 2) if width <= 128 else Tiles(64, 64, 8, 2)
+    return Tiles(64, 64, 4, 2) if width <= 128 else Tiles(64, 64, 4, 1)
 
 
 def chunk_warps(width: int) -> int:
