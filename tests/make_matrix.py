@@ -10,6 +10,8 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+from test_parallel import LAYOUTS, REFUSALS
+
 TESTS = Path(__file__).resolve().parent
 README = TESTS.parent / "README.md"
 BEGIN, END = "<!-- make_matrix.py: begin -->", "<!-- make_matrix.py: end -->"
@@ -42,7 +44,8 @@ def table(results: ElementTree.ElementTree) -> str:
         cells.setdefault(recorded["row"], {})[recorded["column"]] = cell
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
     lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    for name, row in cells.items():
+    order = [layout.name for layout in (*LAYOUTS, *(refusal.layout for refusal in REFUSALS))]
+    for name, row in sorted(cells.items(), key=lambda item: order.index(item[0])):
         lines.append(f"| {name} | {' | '.join(row.get(c, 'not run') for c in columns)} |")
     return "\n".join(lines) + "\n"
 

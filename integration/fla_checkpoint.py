@@ -1,0 +1,178 @@
+"""Checkpoints of flash-linear-attention's `PaTHAttentionForCausalLM`, out and in.
+
+    python -m path_backend.integration.fla_checkpoint export job.toml HF_FOLDER FLA_FOLDER
+    python -m path_backend.integration.fla_checkpoint import job.toml FLA_FOLDER HF_FOLDER
+
+HF_FOLDER holds what `checkpoint.last_save_in_hf` writes and `checkpoint.initial_load_in_hf` reads.
+The job (further arguments override its keys) says what tensors do not: head size, eps, gate scale.
+
+That library's model has Llama's blocks without q and k norms, w of rank 32 or full, a convolution
+of width 3, and a gate whose sum is multiplied by the scale: a job that differs is refused. Its beta
+is not clipped, so that logits differ where a trained beta lies above the job's beta_max.
+Source of names and constants: fla/layers/path_attn.py and fla/models/path_attn, version 0.6.0.
+"""
+
+import argparse
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torchtitan.config import ConfigManager
+from torchtitan.protocols.train_spec import get_train_spec
+
+from path_backend.integration.model import PathArgs
+
+INDEX = "model.safetensors.index.json"
+_OUTER = {
+    "model.embed_tokens.weight": "model.embeddings.weight",
+    "model.norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "mlp_norm.weight",
+    **{f"mlp.{name}_proj.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+    **{f"self_attn.{name}_proj.weight": f"attn.{name}_proj.weight" for name in "qkvo"},
+    "self_attn.path.conv.weight": "attn.w_conv1d.weight",
+    "self_attn.path.beta.weight": "attn.bt_proj.weight",
+    "self_attn.path.beta.bias": "attn.bt_proj.bias",
+}
+_LOW_RANK = {
+    "self_attn.path.w_down.weight": "attn.w_proj.0.weight",
+    "self_attn.path.w_up.weight": "attn.w_proj.1.weight",
+}
+_FULL_RANK = {"self_attn.path.w_up.weight": "attn.w_proj.weight"}
+_GATE = {
+    "self_attn.path.gate.weight": "attn.g_proj.weight",
+    "self_attn.path.gate.bias": "attn.g_proj.bias",
+}
+
+
+def export_folder(args: PathArgs, source: Path, target: Path) -> None:
+    """Write the library's folder, config.json included, from an exported one."""
+    config = fla_config(args)
+    shapes = _convert(_names(args), source, target, lambda conv: conv.unsqueeze(1))
+    config["intermediate_size"] = shapes["model.layers.0.mlp.gate_proj.weight"][0]
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def import_folder(args: PathArgs, source: Path, target: Path) -> None:
+    """Write a folder that `checkpoint.initial_load_in_hf` reads from one of the library."""
+    expected = fla_config(args)
+    found = json.loads((source / "config.json").read_text())
+    found["num_kv_heads"] = found.get("num_kv_heads") or found.get("num_heads")
+    for key, value in expected.items():
+        if found.get(key, value) != value:
+            raise ValueError(f"{source}/config.json: {key} must be {value!r}, got {found[key]!r}")
+    names = {theirs: ours for ours, theirs in _names(args).items()}
+    _convert(names, source, target, lambda conv: conv.squeeze(1))
+
+
+def fla_config(args: PathArgs) -> dict[str, Any]:
+    """The library's configuration of a job's model; ValueError if it has no such model."""
+    head_dim = args.dim // args.n_heads
+    path = args.path
+    for fits, key, expected, value in (
+        (args.attention in ("path", "path_fox"), "attention", "path or path_fox", args.attention),
+        (not getattr(args, "qk_norm", False), "name", "one without q and k norms", "one with them"),
+        (not getattr(args, "moe_enabled", False), "flavor", "one without experts", "one with them"),
+        (
+            getattr(args, "head_dim", head_dim) * args.n_heads == args.dim,
+            "flavor",
+            f"one whose head size is width / heads = {head_dim}",
+            getattr(args, "head_dim", head_dim),
+        ),
+        (path is None or path.w_rank in (0, 32), "path.w_rank", "32 or 0", path and path.w_rank),
+        (path is None or path.conv_width == 3, "path.conv_width", "3", path and path.conv_width),
+        (
+            args.attention != "path_fox" or math.isclose(path.gate_scale, head_dim**-0.5),
+            "path.gate_scale",
+            f"head_dim**-0.5 = {head_dim**-0.5}",
+            path and path.gate_scale,
+        ),
+    ):
+        if not fits:
+            raise ValueError(
+                f"flash-linear-attention has no such model: model.{key} must be {expected}, "
+                f"got {value}"
+            )
+    return {
+        "architectures": ["PaTHAttentionForCausalLM"],
+        "model_type": "path_attn",
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.n_layers,
+        "num_heads": args.n_heads,
+        "num_kv_heads": args.n_kv_heads or args.n_heads,
+        "hidden_act": "swish",
+        "norm_eps": args.norm_eps,
+        "vocab_size": args.vocab_size,
+        "tie_word_embeddings": False,
+        "use_forget_gate": args.attention == "path_fox",
+        "use_low_rank_w": args.path.w_rank != 0,
+        "use_w_shortconv": True,
+    }
+
+
+def _names(args: PathArgs) -> dict[str, str]:
+    """The library's name of every tensor that an exported folder has."""
+    layer = {**_LAYER, **(_LOW_RANK if args.path.w_rank else _FULL_RANK)}
+    if args.attention == "path_fox":
+        layer |= _GATE
+    names = dict(_OUTER)
+    for i in range(args.n_layers):
+        names |= {f"model.layers.{i}.{a}": f"model.layers.{i}.{b}" for a, b in layer.items()}
+    return names
+
+
+def _convert(names: dict[str, str], source: Path, target: Path, convert_conv) -> dict[str, Any]:
+    """Rename the tensors of every file; returns their shapes by new name."""
+    files = {path.name: load_file(path) for path in sorted(source.glob("*.safetensors"))}
+    found = {name for tensors in files.values() for name in tensors}
+    if found != names.keys():
+        raise ValueError(
+            f"{source} must hold the tensors of the job's model; missing: "
+            f"{', '.join(sorted(names.keys() - found)) or 'none'}; not expected: "
+            f"{', '.join(sorted(found - names.keys())) or 'none'}"
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    shapes: dict[str, Any] = {}
+    weight_map: dict[str, str] = {}
+    for file, tensors in files.items():
+        renamed = {
+            names[name]: convert_conv(tensor) if "conv" in name else tensor
+            for name, tensor in tensors.items()
+        }
+        save_file(renamed, target / file, metadata={"format": "pt"})
+        shapes |= {name: tensor.shape for name, tensor in renamed.items()}
+        weight_map |= dict.fromkeys(renamed, file)
+    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}) + "\n")
+    return shapes
+
+
+def job_args(arguments: list[str]) -> PathArgs:
+    """Model arguments of a job, as the trainer would make them."""
+    job = ConfigManager().parse_args(arguments)
+    if job.experimental.custom_import:
+        importlib.import_module(job.experimental.custom_import)
+    args = get_train_spec(job.model.name).model_args[job.model.flavor]
+    args.update_from_config(job)
+    return args
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("direction", choices=["export", "import"])
+    parser.add_argument("job", type=Path, help="TOML file that the model trains with")
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    options, overrides = parser.parse_known_args()
+    args = job_args([f"--job.config_file={options.job}", *overrides])
+    convert = export_folder if options.direction == "export" else import_folder
+    convert(args, options.source, options.target)
+
+
+if __name__ == "__main__":
+    main()

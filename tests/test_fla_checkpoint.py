@@ -1,0 +1,152 @@
+"""The layout of flash-linear-attention, held against a forward pass written from it."""
+
+import json
+import subprocess
+import sys
+
+import parity_data  # noqa: F401 (adds the flavor)
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torchtitan.protocols.train_spec import get_train_spec
+from trainer import ROOT, TESTS, TINY
+
+from path_backend.integration import fla_checkpoint
+from path_backend.reference import path_attention_reference
+
+LAYERS = 4
+JOB = (
+    f"--job.config_file={TINY}",
+    *("--experimental.custom_import=parity_data", "--model.flavor=parity"),
+    "--model.hf_assets_path=" + str(ROOT / "integration/assets/tokenizer"),
+)
+GATED = ("--model.attention=path_fox", "--model.path.gate_scale=0.25")  # heads of 16
+
+
+def load_folder(folder):
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def make_model(args, folder):
+    """A model with random parameters, and its export in Hugging Face's layout in two files."""
+    spec = get_train_spec("llama3")
+    torch.manual_seed(0)
+    model = spec.model_cls(args).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3).add_(float(parameter.ndim == 1))
+    tensors = spec.state_dict_adapter(args, None).to_hf(model.state_dict())
+    folder.mkdir()
+    for file, odd in (("a.safetensors", False), ("b.safetensors", True)):
+        part = {k: v.contiguous() for k, v in tensors.items() if ("1" in k) == odd}
+        save_file(part, folder / file)
+    return model
+
+
+def logits_from_layout(folder, tokens):
+    """Logits of PaTHAttentionForCausalLM from its files, by the definition, in fp64."""
+    p, config = load_folder(folder), json.loads((folder / "config.json").read_text())
+    heads, kv_heads, eps = config["num_heads"], config["num_kv_heads"], config["norm_eps"]
+    head_dim = config["hidden_size"] // heads
+
+    def norm(x, name):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * p[name]
+
+    x = p["model.embeddings.weight"][tokens]
+    for i in range(config["num_hidden_layers"]):
+        a, m = f"model.layers.{i}.attn.", f"model.layers.{i}.mlp."
+        y = norm(x, f"model.layers.{i}.attn_norm.weight")
+        q, k, v = (
+            F.linear(y, p[f"{a}{n}_proj.weight"]).unflatten(-1, (h, head_dim))
+            for n, h in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        if config["use_low_rank_w"]:
+            w = F.linear(F.linear(y, p[a + "w_proj.0.weight"]), p[a + "w_proj.1.weight"])
+        else:
+            w = F.linear(y, p[a + "w_proj.weight"])
+        conv = p[a + "w_conv1d.weight"]
+        w = F.conv1d(F.pad(w.mT, (conv.shape[-1] - 1, 0)), conv, groups=conv.shape[0]).mT
+        w = F.silu(w).unflatten(-1, (kv_heads, head_dim))
+        w = w * torch.rsqrt(w.square().sum(-1, keepdim=True) + 1e-6)
+        beta = 2 * F.linear(y, p[a + "bt_proj.weight"], p[a + "bt_proj.bias"]).sigmoid()
+        gate = None
+        if config["use_forget_gate"]:
+            gate = F.logsigmoid(F.linear(y, p[a + "g_proj.weight"], p[a + "g_proj.bias"]))
+        out = path_attention_reference(q, k, v, w, beta, gate, gate_scale=head_dim**-0.5)
+        x = x + F.linear(out.flatten(-2), p[a + "o_proj.weight"])
+        y = norm(x, f"model.layers.{i}.mlp_norm.weight")
+        up = F.silu(F.linear(y, p[m + "gate_proj.weight"])) * F.linear(y, p[m + "up_proj.weight"])
+        x = x + F.linear(up, p[m + "down_proj.weight"])
+    return F.linear(norm(x, "model.norm.weight"), p["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    "overrides", [GATED, ("--model.attention=path", "--model.path.w_rank=0")], ids=["gate", "full"]
+)
+def test_layout(tmp_path, overrides):
+    """Tensors under each other's names, q and k rows permuted, a gate of another scale."""
+    args = fla_checkpoint.job_args([*JOB, *overrides, "--model.path.beta_max=2.0"])
+    model = make_model(args, tmp_path / "hf")
+    fla_checkpoint.export_folder(args, tmp_path / "hf", tmp_path / "fla")
+    tokens = torch.randint(0, args.vocab_size, (2, 70), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = logits_from_layout(tmp_path / "fla", tokens)
+        error = (model(tokens) - expected).norm() / expected.norm()
+    assert error < 1e-5  # the clip of beta keeps an eps of fp32 below the bound
+
+    fla_checkpoint.import_folder(args, tmp_path / "fla", tmp_path / "back")
+    before, after = load_folder(tmp_path / "hf"), load_folder(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    index = json.loads((tmp_path / "fla" / fla_checkpoint.INDEX).read_text())["weight_map"]
+    assert index.keys() == load_folder(tmp_path / "fla").keys()
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (("--model.attention=fox",), "model.attention must be path or path_fox, got fox"),
+        (("--model.attention=default",), "model.attention must be path or path_fox, got default"),
+        (("--model.name=qwen3", "--model.attention=path"), "must be one without q and k norms"),
+        (("--model.attention=path", "--model.path.w_rank=8"), "w_rank must be 32 or 0, got 8"),
+        (("--model.attention=path", "--model.path.conv_width=4"), "conv_width must be 3, got 4"),
+        (("--model.attention=path_fox",), r"gate_scale must be head_dim\*\*-0.5 = 0.25, got 1.0"),
+    ],
+)
+def test_models_that_do_not_exist_there(overrides, message):
+    """A model written as another one, whose logits differ."""
+    with pytest.raises(ValueError, match=message):
+        fla_checkpoint.fla_config(fla_checkpoint.job_args([*JOB, *overrides]))
+
+
+def test_folder_of_another_model(tmp_path):
+    """A checkpoint of another job read as this job's."""
+    args = fla_checkpoint.job_args([*JOB, "--model.attention=path"])
+    make_model(args, tmp_path / "hf")
+    gated = fla_checkpoint.job_args([*JOB, *GATED])
+    with pytest.raises(ValueError, match=r"missing: model.layers.0.self_attn.path.gate.bias, .*"):
+        fla_checkpoint.export_folder(gated, tmp_path / "hf", tmp_path / "fla")
+    fla_checkpoint.export_folder(
+        fla_checkpoint.job_args([*JOB, "--model.attention=path"]), tmp_path / "hf", tmp_path / "fla"
+    )
+    gated = fla_checkpoint.job_args([*JOB, *GATED])
+    with pytest.raises(ValueError, match="use_forget_gate must be True, got False"):
+        fla_checkpoint.import_folder(gated, tmp_path / "fla", tmp_path / "back")
+
+
+def test_command(tmp_path):
+    """The command of the README."""
+    args = fla_checkpoint.job_args([*JOB, "--model.attention=path"])
+    make_model(args, tmp_path / "hf")
+    module = [sys.executable, "-m", "path_backend.integration.fla_checkpoint", "export", str(TINY)]
+    subprocess.run(
+        [*module, str(tmp_path / "hf"), str(tmp_path / "fla"), *JOB[1:], "--model.attention=path"],
+        cwd=TESTS,  # where custom_import finds its module
+        check=True,
+        timeout=240,
+    )
+    assert "model.layers.3.attn.bt_proj.bias" in load_folder(tmp_path / "fla")
