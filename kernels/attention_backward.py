@@ -8,8 +8,7 @@ With p = exp(logits - lse), delta = rowsum(d_out * out) and everything in the fr
 
 Two passes, neither with atomics: one program per query tile (dq of every level, the gradient of the
 local logits, row sums), one per key tile (dk of every level, dv, column sums). dq and dk of a level
-are
-those of its squares alone; the sweep's backward joins the levels.
+are those of its squares alone; the sweep's backward joins the levels.
 """
 
 import triton
@@ -40,11 +39,10 @@ def delta_kernel(
 
 @triton.jit
 def query_gradient(
-    dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
-    lo, hi, gate_q, gate_ref,
-    first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, lo,
+    hi, gate_q, gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (without scale) and row sums of ds over the keys lo ... hi - 1."""
     for start in range(lo, hi, BLOCK_N):
@@ -53,7 +51,9 @@ def query_gradient(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
             keys = start + tl.arange(0, BLOCK_N)
-            s += gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, start, T, gate_ref)[None, :]
+            s += (
+                gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, start, T, gate_ref)[None, :]
+            )
         p = tl.math.exp2(s - lse[:, None])
         if HAS_DOC:
             p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], p, 0.0)
@@ -67,16 +67,13 @@ def query_gradient(
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr,
-    lse_ptr,
-    delta_ptr, d_out_ptr,
-    dq_ptr, dq_levels_ptr, d_local_ptr, row_sum_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
-    stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_dqb, stride_dqt, stride_dqh,
-    T, HQ, num_chunks, num_levels, total_rows, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    lse_ptr, delta_ptr, d_out_ptr, dq_ptr, dq_levels_ptr, d_local_ptr, row_sum_ptr, stride_qb,
+    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_gb, stride_gt, stride_gh, stride_dqb, stride_dqt, stride_dqh, T, HQ, num_chunks,
+    num_levels, total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Pass of one query tile. With reflections dq goes to the levels, without them to dq itself."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
@@ -125,8 +122,8 @@ def attention_dq_kernel(
 
     for part in tl.static_range(BLOCK_M // CHUNK):
         s = diagonal_logits(
-            q, q, k_ptr, k_levels_ptr, local_ptr, m0, part, stride_kt, T,
-            HEAD_DIM, BLOCK_D, CHUNK, BLOCK_M, HAS_PATH, PRECISION,
+            q, q, k_ptr, k_levels_ptr, local_ptr, m0, part, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK,
+            BLOCK_M, HAS_PATH, PRECISION,
         )  # fmt: skip
         s *= logit_scale
         keys = m0 + part * CHUNK + tl.arange(0, CHUNK)
@@ -176,18 +173,19 @@ def attention_dq_kernel(
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
                 dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
                 dq, row_sum = query_gradient(
-                    dq, row_sum, q, d_out, lse, delta, k_levels_ptr + tl.cast(shift,
-                    tl.int64) * BLOCK_D, v_ptr, gate_ptr, offset_ptr,
-                    BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref, first_key, T, logit_scale,
-                    BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
+                    dq, row_sum, q, d_out, lse, delta, k_levels_ptr + tl.cast(shift, tl.int64) *
+                    BLOCK_D, v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half,
+                    gate_q, gate_ref, first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V,
+                    BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
                 store_tile(dq_levels_ptr, here, BLOCK_D, end, dq * scale, BLOCK_M, BLOCK_D, BLOCK_D)
             row_base += rows_of_level(T, level, CHUNK)
     else:
         dq, row_sum = query_gradient(
-            dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
-            document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T, logit_scale,
-            HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
+            dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt,
+            stride_vt, document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T,
+            logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC,
+            PRECISION,
         )  # fmt: skip
         store_tile(
             dq_ptr + b * stride_dqb + hq * stride_dqh,
@@ -205,8 +203,8 @@ def attention_dq_kernel(
 
 @triton.jit
 def key_gradient(
-    dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, square,
-    MASKED: tl.constexpr, NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, square, MASKED: tl.constexpr,
+    NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of transposed base-2 logits s [N, M]: adds to dk (without scale), dv and the column
     sums of ds.
@@ -237,16 +235,14 @@ def load_rows(lse_ptr, delta_ptr, rows, T):
 
 @triton.jit
 def key_pass(
-    dk, dv, col_sum, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, gate_ptr, offset_ptr,
-    start_ptr, stride_q,
-    stride_gt,
-    lo, hi, T, keys, gate_k, gate_ref, scale,
-    Q_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, WHOLE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dk, dv, col_sum, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, gate_ptr, offset_ptr, start_ptr,
+    stride_q, stride_gt, lo, hi, T, keys, gate_k, gate_ref, scale, Q_WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    WHOLE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The query rows lo ... hi - 1 of one head, all of them after the keys. WHOLE: no tile passes
-    the end T."""
+    the end T.
+    """
     for m in range(lo, hi, BLOCK_M):
         rows = m + tl.arange(0, BLOCK_M)
         if WHOLE:
@@ -288,20 +284,18 @@ def key_pass(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr, end_ptr,
-    lse_ptr, delta_ptr,
-    d_out_ptr, dk_ptr, dv_ptr, dk_levels_ptr, col_sum_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
-    stride_vh,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr,
+    end_ptr, lse_ptr, delta_ptr, d_out_ptr, dk_ptr, dv_ptr, dk_levels_ptr, col_sum_ptr, stride_qb,
+    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_gb, stride_gt, stride_gh, stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt,
-    stride_dvh,
-    T, HQ, num_chunks, num_levels, total_rows, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    stride_dvh, T, HQ, num_chunks, num_levels, total_rows, scale, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Pass of one key tile over every query head of its group; logits are transposed, [BLOCK_N,
-    rows]."""
+    rows].
+    """
     n0 = tl.program_id(0) * BLOCK_N
     head = tl.program_id(1)
     H = HQ // GROUP
@@ -377,9 +371,7 @@ def attention_dkdv_kernel(
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             s *= logit_scale
             if HAS_GATE:
-                gate_q = load_gate(
-                    gate_ptr + g * T, offset_ptr + g * spans, rows, n0, T, gate_ref
-                )
+                gate_q = load_gate(gate_ptr + g * T, offset_ptr + g * spans, rows, n0, T, gate_ref)
                 s += gate_q[None, :] - gate_k[:, None]
             visible = (keys[:, None] <= rows[None, :]) & (rows < T)[None, :]
             if HAS_DOC:
@@ -389,22 +381,19 @@ def attention_dkdv_kernel(
             # enters here
             square = visible if not HAS_PATH else visible & (own == 0)
             dk, dv, col_sum = key_gradient(
-                dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, square,
-                True, (not HAS_PATH) or part > 0, HAS_GATE, PRECISION,
+                dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, square, True, (not HAS_PATH)
+                or part > 0, HAS_GATE, PRECISION,
             )  # fmt: skip
         if not HAS_PATH:
             lo = n0 + BLOCK_N
             middle = tl.maximum(lo, tl.minimum(reach, T // BLOCK_M * BLOCK_M))
             for whole in tl.static_range(2):
                 dk, dv, col_sum = key_pass(
-                    dk, dv, col_sum, k, v, q_ptr + g * stride_qh, d_out_ptr + g * stride_gh,
-                    lse_ptr + g * T,
-                    delta_ptr + g * T, gate_ptr + g * T, offset_ptr + g * spans, start_ptr, stride_qt, stride_gt,
-                    lo if whole == 0 else middle, middle if whole == 0 else reach, T, keys, gate_k,
-                    gate_ref,
-                    logit_scale,
-                    HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, whole == 0, HAS_GATE,
-                    HAS_DOC, PRECISION,
+                    dk, dv, col_sum, k, v, q_ptr + g * stride_qh, d_out_ptr + g * stride_gh, lse_ptr
+                    + g * T, delta_ptr + g * T, gate_ptr + g * T, offset_ptr + g * spans, start_ptr,
+                    stride_qt, stride_gt, lo if whole == 0 else middle, middle if whole == 0 else
+                    reach, T, keys, gate_k, gate_ref, logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V,
+                    BLOCK_DV, BLOCK_M, whole == 0, HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
         if HAS_GATE:
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
@@ -426,7 +415,9 @@ def attention_dkdv_kernel(
                 dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
                 for g in tl.range(GROUP, num_stages=1):
                     col_sum = tl.zeros([BLOCK_N], tl.float32)
-                    gate_ref = tl.load(offset_ptr + g * spans + n0 // GATE_SPAN) if HAS_GATE else 0.0
+                    gate_ref = (
+                        tl.load(offset_ptr + g * spans + n0 // GATE_SPAN) if HAS_GATE else 0.0
+                    )
                     gate_k = key.to(tl.float32)
                     if HAS_GATE:
                         gate_k = tl.load(gate_ptr + g * T + keys)
@@ -434,16 +425,12 @@ def attention_dkdv_kernel(
                     middle = tl.maximum(right, tl.minimum(hi, T // BLOCK_M * BLOCK_M))
                     for whole in tl.static_range(2):
                         dk, dv, col_sum = key_pass(
-                            dk, dv, col_sum, k, v,
-                            q_levels_ptr + (g * total_rows + shift) * BLOCK_D,
-                            d_out_ptr + g * stride_gh, lse_ptr + g * T, delta_ptr + g * T,
-                            gate_ptr + g * T, offset_ptr + g * spans,
-                            start_ptr, BLOCK_D, stride_gt,
+                            dk, dv, col_sum, k, v, q_levels_ptr + (g * total_rows + shift) *
+                            BLOCK_D, d_out_ptr + g * stride_gh, lse_ptr + g * T, delta_ptr + g * T,
+                            gate_ptr + g * T, offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt,
                             right if whole == 0 else middle, middle if whole == 0 else hi, T, keys,
-                            gate_k, gate_ref,
-                            logit_scale,
-                            BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, whole == 0, HAS_GATE,
-                            HAS_DOC, PRECISION,
+                            gate_k, gate_ref, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
+                            BLOCK_M, whole == 0, HAS_GATE, HAS_DOC, PRECISION,
                         )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads

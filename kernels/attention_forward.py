@@ -2,15 +2,13 @@
 levels.
 
 A program owns BLOCK_M query rows of one head. The diagonal tile takes its logits from the chunks'
-local
-logits (and, where two chunks share the tile, from the square between them); every level at which
-the
-tile lies in a right block adds plain dense attention to the left sibling's keys. Without
-reflections the
-same passes run over the original q and k.
+local logits (and, where two chunks share the tile, from the square between them); every level at
+which the tile lies in a right block adds plain dense attention to the left sibling's keys. Without
+reflections the same passes run over the original q and k.
 
-Gate: G is a running sum, in log2 units. It is kept as fp32 sums from the start of each GATE_SPAN tokens
-and fp64 offsets of these spans, so that differences of near pairs stay exact at any position.
+Gate: G is a running sum, in log2 units. It is kept as fp32 sums from the start of each GATE_SPAN
+tokens and fp64 offsets of these spans, so that differences of near pairs stay exact at any
+position.
 """
 
 import triton
@@ -41,10 +39,10 @@ def load_gate(gate_ptr, offset_ptr, rows, first_row, T, gate_ref):
 
 @triton.jit
 def attend(
-    acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, lo, hi,
-    gate_q, gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, lo, hi, gate_q,
+    gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Dense attention to the keys lo ... hi - 1 (whole tiles, all visible but for documents)."""
     for start in range(lo, hi, BLOCK_N):
@@ -52,7 +50,9 @@ def attend(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
             keys = start + tl.arange(0, BLOCK_N)
-            s += gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, start, T, gate_ref)[None, :]
+            s += (
+                gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, start, T, gate_ref)[None, :]
+            )
         if HAS_DOC:
             s = tl.where(
                 start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], s, float("-inf")
@@ -69,7 +69,8 @@ def diagonal_logits(
     HAS_PATH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Unscaled logits [BLOCK_M, CHUNK] of the tile's rows with its own chunk `part`; not yet
-    masked."""
+    masked.
+    """
     if HAS_PATH:
         row = tl.arange(0, BLOCK_M)
         own = row // CHUNK == part
@@ -91,8 +92,7 @@ def diagonal_logits(
 def load_query_pair(
     q_levels_ptr, m0, T, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """Level-0 queries of a tile of two chunks, in the rows of the second chunk [BLOCK_M,
-    BLOCK_D]."""
+    """Level-0 queries of a tile of two chunks, in the second chunk's rows [BLOCK_M, BLOCK_D]."""
     row = tl.arange(0, BLOCK_M)
     pointers = (m0 // 2 + row - CHUNK)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     mask = (row >= CHUNK) & (m0 + row < T)
@@ -101,15 +101,13 @@ def load_query_pair(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr, out_ptr,
-    lse_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
-    stride_vh,
-    stride_ob, stride_ot, stride_oh,
-    T, HQ, num_chunks, num_levels, total_rows, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr,
+    out_ptr, lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
+    stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, T, HQ, num_chunks, num_levels,
+    total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output and natural log-sum-exp of BLOCK_M rows. `scale` and the gate are in log2 units."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
@@ -149,8 +147,8 @@ def attention_forward_kernel(
 
     for part in tl.static_range(BLOCK_M // CHUNK):
         s = diagonal_logits(
-            q, q, k_ptr, k_levels_ptr, local_ptr, m0, part, stride_kt, T,
-            HEAD_DIM, BLOCK_D, CHUNK, BLOCK_M, HAS_PATH, PRECISION,
+            q, q, k_ptr, k_levels_ptr, local_ptr, m0, part, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK,
+            BLOCK_M, HAS_PATH, PRECISION,
         )  # fmt: skip
         s *= scale
         keys = m0 + part * CHUNK + tl.arange(0, CHUNK)
@@ -177,16 +175,16 @@ def attention_forward_kernel(
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
                 acc, l_i, m_i = attend(
                     acc, l_i, m_i, q, k_levels_ptr + tl.cast(shift, tl.int64) * BLOCK_D, v_ptr,
-                    gate_ptr, offset_ptr,
-                    BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref, first_key, T, scale,
-                    BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
+                    gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref,
+                    first_key, T, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE,
+                    HAS_DOC, PRECISION,
                 )  # fmt: skip
             row_base += rows_of_level(T, level, CHUNK)
     else:
         acc, l_i, m_i = attend(
-            acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
-            document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T, scale,
-            HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
+            acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, document //
+            BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T, scale, HEAD_DIM, BLOCK_D,
+            HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip
 
     out = acc / l_i[:, None]

@@ -32,10 +32,9 @@ def merge_blocks(inverse, n, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION:
 
 @triton.jit(do_not_specialize=RUNTIME)
 def chunk_inverse_kernel(
-    w_ptr, beta_ptr, inverse_ptr,
-    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    T, H, num_chunks,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    w_ptr, beta_ptr, inverse_ptr, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
+    T, H, num_chunks, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
     """M^-1 [C, C] of every chunk by blocked substitution, fp32."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -78,7 +77,6 @@ def chunk_inverse_kernel(
     n = beta[:, None] * dot(w, tl.trans(w), PRECISION)
     square = inverse_ptr + offs[:, None] * CHUNK + offs[None, :]
     inverse = tl.load(square, mask=offs[:, None] // 16 == offs[None, :] // 16, other=0.0)
-    SOLVE: tl.constexpr = "tf32x3" if PRECISION == "tf32x3" else "bf16x6"  # both exact to fp32
     inverse = merge_blocks(inverse, n, CHUNK, 16, SOLVE)
     inverse = merge_blocks(inverse, n, CHUNK, 32, SOLVE)
     tl.store(square, inverse)

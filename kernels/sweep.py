@@ -6,9 +6,8 @@ carries them.
     P <- P_left P_right
 
 A program owns the queries (or keys) of one or two chunks and carries them in fp32 through every
-level, so that
-each stored level is rounded once. Level 0 moves by the chunk's factors W, X; higher levels by D x D
-products.
+level, so that each stored level is rounded once. Level 0 moves by the chunk's factors W, X; higher
+levels by D x D products.
 """
 
 import triton
@@ -30,11 +29,9 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def block_product_kernel(
-    w_ptr, beta_ptr, inverse_ptr, product_ptr,
-    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    T, H, num_chunks, total_blocks,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    w_ptr, beta_ptr, inverse_ptr, product_ptr, stride_wb, stride_wt, stride_wh, stride_bb,
+    stride_bt, stride_bh, T, H, num_chunks, total_blocks, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """COLS columns of level 1: P = I - W0^T X0 (W0 - W0 W1^T X1 W1) - W1^T X1 W1 of two chunks."""
     block, head, c0 = tl.program_id(0), tl.program_id(1), tl.program_id(2) * COLS
@@ -83,13 +80,15 @@ def block_product_kernel(
     product -= dot(tl.trans(w0), r0, PRECISION)
     product -= dot(tl.trans(w1), r1, PRECISION)
     product_ptr += (head.to(tl.int64) * total_blocks + block) * BLOCK_D * BLOCK_D
-    tl.store(product_ptr + offs[:, None] * BLOCK_D + cols[None, :], round_product(product, PRECISION))
+    tl.store(
+        product_ptr + offs[:, None] * BLOCK_D + cols[None, :], round_product(product, PRECISION)
+    )
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def tree_kernel(
-    product_ptr, child_base, parent_base, total_blocks,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    product_ptr, child_base, parent_base, total_blocks, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One level up: a TILE x TILE part of P_parent = P_left P_right."""
     block, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -107,14 +106,14 @@ def tree_kernel(
 @triton.jit(do_not_specialize=RUNTIME)
 def query_sweep_kernel(
     q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, local_ptr, start_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
-    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    T, HQ, num_chunks, num_levels, total_rows, total_blocks,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt,
+    stride_wh, stride_bb, stride_bt, stride_bh, T, HQ, num_chunks, num_levels, total_rows,
+    total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Local logits [C, C] (fp32, unscaled) of one or two chunks, and their queries at every level
-    where they lie right."""
+    where they lie right.
+    """
     first, q_head = tl.program_id(0) * ROWS, tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
     h = hq // GROUP
@@ -177,12 +176,10 @@ def query_sweep_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def key_sweep_kernel(
-    k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, end_ptr,
-    stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt,
-    stride_bh,
-    T, H, num_chunks, num_levels, total_rows, total_blocks,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, end_ptr, stride_kb, stride_kt,
+    stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, T, H, num_chunks,
+    num_levels, total_rows, total_blocks, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys of one or two chunks at every level where they lie left of a block that has a token."""
     first, head = tl.program_id(0) * ROWS, tl.program_id(1)

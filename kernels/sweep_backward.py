@@ -7,8 +7,7 @@ The gradient of a moved tile at level l is that of its square plus what comes ba
     P = P_left P_right                 dP_left += dP P_right^T            dP_right += P_left^T dP
 
 The sweeps overwrite dq_square (dk_square) of every level by dq+ (dk+) of the same rows, from which
-the
-products' gradients are then reduced in a fixed order.
+the products' gradients are then reduced in a fixed order.
 """
 
 import triton
@@ -29,11 +28,10 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def query_sweep_backward_kernel(
-    w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, dq_start_ptr, start_ptr,
-    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    T, HQ, num_chunks, num_levels, total_rows, total_blocks,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, dq_start_ptr, start_ptr, stride_wb,
+    stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, T, HQ, num_chunks, num_levels,
+    total_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one or two chunks' q_start; on the way dq_square -> dq+ in the levels."""
     first, q_head = tl.program_id(0) * ROWS, tl.program_id(1)
@@ -77,8 +75,7 @@ def query_sweep_backward_kernel(
         tl.store(pointers, t.to(levels_ptr.dtype.element_ty), mask=moves)
         w, x = load_factors(
             w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh,
-            inverse_ptr,
-            pair, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
+            inverse_ptr, pair, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
         )  # fmt: skip
         tw = tl.where(moves, dot(t, tl.trans(w), PRECISION), 0.0)
         t += square - dot(dot(tw, x, PRECISION), w, PRECISION)
@@ -90,10 +87,9 @@ def query_sweep_backward_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def key_sweep_backward_kernel(
-    w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, dk_end_ptr, end_ptr,
-    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    T, H, num_chunks, num_levels, total_rows, total_blocks,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, dk_end_ptr, end_ptr, stride_wb,
+    stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, T, H, num_chunks, num_levels, total_rows,
+    total_blocks, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one or two chunks' k_end; on the way dk_square -> dk+ in the levels."""
@@ -138,8 +134,8 @@ def key_sweep_backward_kernel(
         tl.store(pointers, t.to(levels_ptr.dtype.element_ty), mask=moves)
         w, x = load_factors(
             w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh,
-            inverse_ptr,
-            pair + 1, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
+            inverse_ptr, pair + 1, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D,
+            CHUNK,
         )  # fmt: skip
         tw = tl.where(moves, dot(t, tl.trans(w), PRECISION), 0.0)
         t += square - dot(dot(tw, tl.trans(x), PRECISION), w, PRECISION)
@@ -151,10 +147,10 @@ def key_sweep_backward_kernel(
 
 @triton.jit
 def add_outer(
-    acc, a_ptr, c_ptr, row, limit, r0, c0,
-    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    acc, a_ptr, c_ptr, row, limit, r0, c0, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + a^T c over CHUNK rows of two levels, columns from r0 and c0; zero rows from `limit` on."""
+    """acc + a^T c over CHUNK rows of two levels, columns from r0 and c0, rows below `limit`."""
     a = load_tile(a_ptr + r0, row, BLOCK_D, limit, CHUNK, TILE, TILE)
     c = load_tile(c_ptr + c0, row, BLOCK_D, limit, CHUNK, TILE, TILE)
     return acc + dot(tl.trans(a), c, PRECISION)
@@ -162,10 +158,9 @@ def add_outer(
 
 @triton.jit
 def product_gradient(
-    q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, start_ptr, end_ptr,
-    T, H, level, row_base, total_rows, block, head, lo, hi, r0, c0,
-    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, start_ptr, end_ptr, T, H, level,
+    row_base, total_rows, block, head, lo, hi, r0, c0, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """TILE x TILE of a block's dP from tokens lo ... hi - 1 of the sibling that P moved.
 
@@ -198,28 +193,27 @@ def product_gradient(
                 last = ((block - 1) * half + start) // (2 * CHUNK) * (2 * CHUNK) + 2 * CHUNK - 1
                 limit = tl.where(block * half < tl.load(end_ptr + b * T + last), limit, 0)
             acc = add_outer(
-                acc, k_levels_ptr + base, dk_levels_ptr + base, row + start, limit, r0, c0,
-                BLOCK_D, CHUNK, TILE, PRECISION,
+                acc, k_levels_ptr + base, dk_levels_ptr + base, row + start, limit, r0, c0, BLOCK_D,
+                CHUNK, TILE, PRECISION,
             )  # fmt: skip
     return acc
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def product_gradient_kernel(
-    q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, partial_ptr, start_ptr, end_ptr,
-    T, H, level, row_base, num_blocks, num_splits, total_rows,
-    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, partial_ptr, start_ptr, end_ptr, T, H,
+    level, row_base, num_blocks, num_splits, total_rows, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of one level's dP, ROWS tokens each: long blocks are too few to fill the card."""
+    """Partial sums of one level's dP, ROWS tokens each: long blocks alone leave SMs idle."""
     block, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     head, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
     r0, c0 = tile // (BLOCK_D // TILE) * TILE, tile % (BLOCK_D // TILE) * TILE
     acc = product_gradient(
-        q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, start_ptr, end_ptr,
-        T, H, level, row_base, total_rows, block, head,
-        split * ROWS, tl.minimum((split + 1) * ROWS, CHUNK << level), r0, c0,
-        GROUP, BLOCK_D, CHUNK, TILE, HAS_DOC, PRECISION,
+        q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, start_ptr, end_ptr, T, H, level,
+        row_base, total_rows, block, head, split * ROWS, tl.minimum((split + 1) * ROWS, CHUNK <<
+        level), r0, c0, GROUP, BLOCK_D, CHUNK, TILE, HAS_DOC, PRECISION,
     )  # fmt: skip
     partial_ptr += ((head * num_blocks + block) * num_splits + split) * BLOCK_D * BLOCK_D
     tl.store(tile_pointers(partial_ptr + c0, r0, BLOCK_D, TILE, TILE), acc)
@@ -227,11 +221,11 @@ def product_gradient_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def tree_backward_kernel(
-    q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, start_ptr, end_ptr,
-    product_ptr, partial_ptr, parent_ptr, gradient_ptr,
-    T, H, level, row_base, total_rows, block_base, num_blocks, num_splits, num_parents, total_blocks,
-    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, start_ptr, end_ptr, product_ptr,
+    partial_ptr, parent_ptr, gradient_ptr, T, H, level, row_base, total_rows, block_base,
+    num_blocks, num_splits, num_parents, total_blocks, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """TILE x TILE of one level's dP: from what P moved, and from the product of its parent."""
     block, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -245,9 +239,9 @@ def tree_backward_kernel(
             acc += tl.load(tile_pointers(part_ptr, r0, BLOCK_D, TILE, TILE))
     else:
         acc = product_gradient(
-            q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, start_ptr, end_ptr,
-            T, H, level, row_base, total_rows, block, head, 0, CHUNK << level, r0, c0,
-            GROUP, BLOCK_D, CHUNK, TILE, HAS_DOC, PRECISION,
+            q_levels_ptr, k_levels_ptr, dq_levels_ptr, dk_levels_ptr, start_ptr, end_ptr, T, H,
+            level, row_base, total_rows, block, head, 0, CHUNK << level, r0, c0, GROUP, BLOCK_D,
+            CHUNK, TILE, HAS_DOC, PRECISION,
         )  # fmt: skip
     if block // 2 < num_parents:
         parent_ptr += (head * num_parents + block // 2) * SIZE

@@ -1,30 +1,26 @@
-"""Tile helpers shared by the kernels: loads, stores, roundings, and the row layout of the dyadic
-levels.
+"""Helpers shared by the kernels: loads, stores, products, and the rows of the dyadic levels.
 
 A *level* l pairs neighbouring blocks of `half = CHUNK << l` tokens. Only right blocks have moved
-queries
-and only left blocks have moved keys, so level l stores half of the tokens: the token at position t
-lies
-in row `(t // (2 half)) * half + t % half` of its level, and the levels lie one after another.
+queries and only left blocks have moved keys, so level l stores half of the tokens: the token at
+position t lies in row `(t // (2 half)) * half + t % half` of its level, and the levels lie one
+after another.
 """
 
 import triton
 import triton.language as tl
 
 CHUNK = 64
-"""Tokens per UT transform: the triangular solve costs CHUNK^2, a level less costs D^2, per
-token."""
+"""Tokens per UT transform."""
 
 
 GATE_SPAN = tl.constexpr(128)
 """Tokens per fp64 offset of the gate's running sum; a multiple of every attention tile."""
 
-RUNTIME = """T H HQ num_chunks num_levels total_rows total_blocks child_base parent_base level
-row_base num_blocks
-num_splits num_parents block_base stride_bb stride_bt stride_bh stride_dbb stride_dbt
-stride_dbh""".split()
-"""Arguments that follow the sequence length: specialising on them would compile anew for other
-lengths."""
+RUNTIME = """
+T H HQ num_chunks num_levels total_rows total_blocks num_blocks num_splits num_parents level
+row_base block_base child_base parent_base
+stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh
+""".split()"""Arguments that follow the sequence length: specialised, they would compile anew for others."""
 
 
 def num_levels(seq_len: int) -> int:
@@ -52,8 +48,7 @@ def level_blocks(seq_len: int, level: int) -> int:
 
 
 def total_blocks(seq_len: int) -> int:
-    """Stored products of one head: levels 1 ... num_levels - 2 (chunks keep their factors
-    instead)."""
+    """Stored products of one head, levels 1 ... num_levels - 2; chunks keep their factors."""
     return sum(level_blocks(seq_len, level) for level in range(1, num_levels(seq_len) - 1))
 
 
@@ -129,10 +124,10 @@ def split(x, dtype: tl.constexpr):
 def dot(a, b, PRECISION: tl.constexpr):
     """a b in fp32, to 2^-16 or better.
 
-    PRECISION is "bf16x3" or "fp16x3" for 16-bit tiles: between two of them this is one exact product,
-    an fp32 operand is split into two 16-bit terms. "fp32" splits fp32 tiles too; "tf32x3" is Triton's.
-    The C x C products of the transform enter every level: in tf32 they alone cost nearly parallel w
-    an error of 1e-2 in dw and dbeta (T = 2048, fp64 otherwise).
+    PRECISION is "bf16x3" or "fp16x3" for 16-bit tiles: between two of them this is one exact
+    product, an fp32 operand is split into two 16-bit terms. "fp32" splits fp32 tiles too; "tf32x3"
+    is Triton's. The C x C products of the transform enter every level: in tf32 they alone cost
+    nearly parallel w an error of 1e-2 in dw and dbeta (T = 2048, fp64 otherwise).
     """
     if PRECISION == "tf32x3":
         return tl.dot(a, b, input_precision="tf32x3")
@@ -153,7 +148,7 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def round_product(product, PRECISION: tl.constexpr):
-    """D x D products as they are stored: for 16-bit inputs in tf32, which `product_dot` reads as it is."""
+    """A D x D product as it is stored: for 16-bit inputs in tf32, as `product_dot` reads it."""
     if PRECISION == "tf32x3" or PRECISION == "fp32":
         return product
     else:
@@ -164,9 +159,9 @@ def round_product(product, PRECISION: tl.constexpr):
 def product_dot(a, b, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     """a b, or a b^T if TRANSPOSED, for a stored D x D product b.
 
-    For 16-bit inputs tf32 rounded to nearest suffices (3e-4 in o after all levels). But tensor cores
-    read tf32 operands along their rows only, and turning b in shared memory costs more than two more
-    16-bit terms: the key sweep took 1.06 ms with it and 0.79 ms with `dot`.
+    For 16-bit inputs tf32 rounded to nearest suffices (3e-4 in o after all levels). But tensor
+    cores read tf32 operands along their rows only, and turning b in shared memory costs more than
+    two more 16-bit terms: the key sweep took 1.06 ms with it and 0.79 ms with `dot`.
     """
     if not TRANSPOSED:
         return dot(a, b, PRECISION)

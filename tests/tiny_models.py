@@ -21,3 +21,16 @@ qwen3_args["tiny"] = Qwen3ModelArgs(
     vocab_size=VOCABULARY,
     enable_weight_tying=True,
 )
+
+# What the throughput of training is measured on: the shape of Llama 3.2 1B, small vocabulary.
+llama3_args["1B"] = TransformerModelArgs(
+    dim=2048,
+    n_layers=16,
+    n_heads=32,
+    n_kv_heads=8,
+    ffn_dim_multiplier=1.5,
+    multiple_of=1024,
+    rope_theta=500000,
+    vocab_size=VOCABULARY,
+    max_seq_len=8192,
+)

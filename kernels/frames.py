@@ -1,0 +1,291 @@
+"""Launchers of the transform: factors, products and levels of a group of heads, and their
+gradients.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from . import config, tiles
+from .chunk import chunk_inverse_kernel
+from .chunk_backward import chunk_backward_kernel, chunk_product_backward_kernel
+from .inputs import Inputs, strides
+from .sweep import block_product_kernel, key_sweep_kernel, query_sweep_kernel, tree_kernel
+from .sweep_backward import (
+    key_sweep_backward_kernel,
+    product_gradient_kernel,
+    query_sweep_backward_kernel,
+    tree_backward_kernel,
+)
+from .tiles import CHUNK
+
+
+@dataclass
+class Frames:
+    """The transformed inputs of one group of heads: factors, products, and q, k of every level."""
+
+    inverse: Tensor  # [B, H, N, C, C] fp32, M^-1 of each chunk
+    products: Tensor  # [B, H, blocks, BLOCK_D, BLOCK_D] fp32, levels 1 ... num_levels - 2
+    q_levels: Tensor  # [B, HQ, rows, BLOCK_D]
+    k_levels: Tensor  # [B, H, rows, BLOCK_D]
+    local: Tensor  # [B, HQ, N, C, C] fp32
+
+
+def make_frames(x: Inputs) -> Frames:
+    """Chunk transform, tree of products, sweep of queries and keys."""
+    assert x.w is not None and x.beta is not None
+    B, T, HQ, D = x.q.shape
+    H, width = x.k.shape[2], x.width
+    chunks, levels = triton.cdiv(T, CHUNK), tiles.num_levels(T)
+    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T)
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": x.q.device}
+    frames = Frames(
+        torch.empty(B, H, chunks, CHUNK, CHUNK, **fp32),
+        torch.empty(B, H, blocks, width, width, **fp32),
+        x.q.new_empty(B, HQ, rows, width),
+        x.q.new_empty(B, H, rows, width),
+        torch.empty(B, HQ, chunks, CHUNK, CHUNK, **fp32),
+    )
+    factors = {
+        "w_ptr": x.w,
+        "beta_ptr": x.beta,
+        "inverse_ptr": frames.inverse,
+        **strides(("w", x.w), ("b", x.beta)),
+        "T": T,
+        "num_chunks": chunks,
+        "CHUNK": CHUNK,
+        **x.widths,
+    }
+    side = min(width, config.PRODUCT_TILE)
+    chunk_inverse_kernel[(chunks, B * H)](
+        **factors, H=H, PRECISION=x.precision, SOLVE=config.SOLVE, num_warps=4
+    )
+    base = 0
+    for level in range(1, levels - 1):
+        count = tiles.level_blocks(T, level)
+        if level == 1:
+            block_product_kernel[(count, B * H, width // side)](
+                **factors,
+                product_ptr=frames.products,
+                H=H,
+                total_blocks=blocks,
+                COLS=side,
+                PRECISION=x.precision,
+            )
+        else:
+            child = base - tiles.level_blocks(T, level - 1)
+            tree_kernel[(count, B * H, (width // side) ** 2)](
+                frames.products,
+                child,
+                base,
+                blocks,
+                BLOCK_D=width,
+                TILE=side,
+                PRECISION=x.precision,
+            )
+        base += count
+    sweep = {
+        **factors,
+        "product_ptr": frames.products,
+        "num_levels": levels,
+        "total_rows": rows,
+        "total_blocks": blocks,
+        "HAS_DOC": x.document_start is not None,
+        "PRECISION": x.precision,
+        **config.SWEEP_OPTIONS,
+    }
+    query_sweep_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
+        **sweep,
+        q_ptr=x.q,
+        k_ptr=x.k,
+        levels_ptr=frames.q_levels,
+        local_ptr=frames.local,
+        start_ptr=x.document_start,
+        **strides(("q", x.q), ("k", x.k)),
+        HQ=HQ,
+        GROUP=x.group,
+    )
+    key_sweep_kernel[(triton.cdiv(T, sweep["ROWS"]), B * H)](
+        **sweep,
+        k_ptr=x.k,
+        levels_ptr=frames.k_levels,
+        end_ptr=x.document_end,
+        **strides(("k", x.k)),
+        H=H,
+    )
+    return frames
+
+
+def frames_backward(
+    x: Inputs,
+    frames: Frames,
+    dq_levels: Tensor,
+    dk_levels: Tensor,
+    d_local: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dw: Tensor | None,
+    d_beta: Tensor | None,
+) -> None:
+    """From the gradients of every level to those of q, k, w, beta."""
+    assert x.w is not None and x.beta is not None
+    B, T, HQ, D = x.q.shape
+    H, width = x.k.shape[2], x.width
+    chunks, levels = triton.cdiv(T, CHUNK), tiles.num_levels(T)
+    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T)
+    side = min(width, config.PRODUCT_TILE)
+    dq_start = dq_levels.new_empty(B, HQ, chunks, CHUNK, width)
+    dk_end = dk_levels.new_empty(B, H, chunks, CHUNK, width)
+    sweep = {
+        "w_ptr": x.w,
+        "beta_ptr": x.beta,
+        "inverse_ptr": frames.inverse,
+        "product_ptr": frames.products,
+        **strides(("w", x.w), ("b", x.beta)),
+        "T": T,
+        "num_chunks": chunks,
+        "num_levels": levels,
+        "total_rows": rows,
+        "total_blocks": blocks,
+        "CHUNK": CHUNK,
+        "HAS_DOC": x.document_start is not None,
+        "PRECISION": x.precision,
+        **config.SWEEP_OPTIONS,
+        **x.widths,
+    }
+    query_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
+        **sweep,
+        levels_ptr=dq_levels,
+        dq_start_ptr=dq_start,
+        start_ptr=x.document_start,
+        HQ=HQ,
+        GROUP=x.group,
+    )
+    key_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * H)](
+        **sweep, levels_ptr=dk_levels, dk_end_ptr=dk_end, end_ptr=x.document_end, H=H
+    )
+    gradient, count = frames.products, 0  # of the level above; none at the top
+    block_base, row_base = (
+        blocks,
+        tiles.total_rows(T) - tiles.level_rows(T, levels - 1) if levels else 0,
+    )
+    for level in range(levels - 2, 0, -1):
+        parent, parents = gradient, count
+        count = tiles.level_blocks(T, level)
+        block_base -= count
+        row_base -= tiles.level_rows(T, level)
+        shared = {
+            "q_levels_ptr": frames.q_levels,
+            "k_levels_ptr": frames.k_levels,
+            "dq_levels_ptr": dq_levels,
+            "dk_levels_ptr": dk_levels,
+            "start_ptr": x.document_start,
+            "end_ptr": x.document_end,
+            "T": T,
+            "H": H,
+            "level": level,
+            "row_base": row_base,
+            "num_blocks": count,
+            "total_rows": rows,
+            "GROUP": x.group,
+            "BLOCK_D": width,
+            "CHUNK": CHUNK,
+            "TILE": side,
+            "HAS_DOC": x.document_start is not None,
+            "PRECISION": x.precision,
+        }
+        tokens = max(CHUNK, config.PRODUCT_ROWS // x.group)
+        splits = triton.cdiv(CHUNK << level, tokens)
+        partial = frames.products
+        if splits > 1:
+            partial = torch.empty(
+                B * H, count, splits, width, width, dtype=torch.float32, device=x.q.device
+            )
+            product_gradient_kernel[(count * splits, B * H, (width // side) ** 2)](
+                **shared, partial_ptr=partial, num_splits=splits, ROWS=tokens
+            )
+        gradient = dq_levels.new_empty(B * H, count, width, width)
+        tree_backward_kernel[(count, B * H, (width // side) ** 2)](
+            **shared,
+            product_ptr=frames.products,
+            partial_ptr=partial,
+            parent_ptr=parent,
+            gradient_ptr=gradient,
+            block_base=block_base,
+            num_splits=splits,
+            num_parents=parents,
+            total_blocks=blocks,
+            SPLIT=splits > 1,
+        )
+    dx, scratch = frames.inverse, d_local
+    if x.group > 1:
+        scratch = torch.empty(
+            B, HQ, chunks, 2, CHUNK, CHUNK, dtype=torch.float32, device=x.q.device
+        )
+    if levels > 1:
+        dx = torch.empty_like(frames.inverse)
+        for right, here, moved, group in (
+            (0, frames.q_levels, dq_levels, x.group),
+            (1, frames.k_levels, dk_levels, 1),
+        ):
+            chunk_product_backward_kernel[((chunks + 1 - right) // 2, B * H)](
+                x.w,
+                x.beta,
+                frames.inverse,
+                here,
+                moved,
+                gradient,
+                dx,
+                dw,
+                scratch,
+                **strides(("w", x.w), ("b", x.beta), ("dw", dw)),
+                T=T,
+                H=H,
+                num_chunks=chunks,
+                total_rows=rows,
+                num_blocks=count,
+                RIGHT=right,
+                GROUP=group,
+                CHUNK=CHUNK,
+                PRECISION=x.precision,
+                num_warps=4,
+                **x.widths,
+            )
+    chunk_backward_kernel[(chunks, B * H)](
+        x.q,
+        x.k,
+        x.w,
+        x.beta,
+        frames.inverse,
+        dq_start,
+        dk_end,
+        d_local,
+        dx,
+        scratch,
+        dq,
+        dk,
+        dw,
+        d_beta,
+        **strides(
+            ("q", x.q),
+            ("k", x.k),
+            ("w", x.w),
+            ("b", x.beta),
+            ("dq", dq),
+            ("dk", dk),
+            ("dw", dw),
+            ("db", d_beta),
+        ),
+        T=T,
+        H=H,
+        num_chunks=chunks,
+        GROUP=x.group,
+        CHUNK=CHUNK,
+        HAS_PRODUCT=levels > 1,
+        PRECISION=x.precision,
+        num_warps=4,
+        **x.widths,
+    )

@@ -1,0 +1,174 @@
+"""What a launch needs to know of its inputs: widths, flags, strides, and groups of heads."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from . import config, tiles
+from .tiles import CHUNK
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass
+class Inputs:
+    """One group of heads of one call, last dimensions contiguous.
+
+    gate [B, HQ, T] is the running sum in log2 units from the start of each GATE_SPAN tokens, fp32,
+    and gate_offset [B, HQ, spans] the sum at these starts, fp64.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor | None
+    beta: Tensor | None
+    gate: Tensor | None
+    gate_offset: Tensor | None
+    document_start: Tensor | None
+    document_end: Tensor | None
+    scale: float
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def widths(self) -> dict[str, int]:
+        return {"HEAD_DIM": self.q.shape[3], "BLOCK_D": self.width}
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile of q, k and w. With reflections at least 64: Triton 3.6 compiles the
+        products of 32 columns to shared-memory accesses out of range (seen on sm_90).
+        """
+        return padded(self.q.shape[3], 16 if self.w is None else 64)
+
+    @property
+    def value_widths(self) -> dict[str, int]:
+        return {"HEAD_DIM_V": self.v.shape[3], "BLOCK_DV": padded(self.v.shape[3])}
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {
+            "HAS_PATH": self.w is not None,
+            "HAS_GATE": self.gate is not None,
+            "HAS_DOC": self.document_start is not None,
+            "PRECISION": "tf32x3" if self.q.dtype == torch.float32 else "tf32",
+        }
+
+    @property
+    def precision(self) -> str:
+        """How the transform multiplies: see `tiles.dot`. Interpreted bf16 products are wrong."""
+        if self.q.dtype == torch.float32:
+            return "tf32x3" if triton.knobs.runtime.interpret else "fp32"
+        return "fp16x3" if self.q.dtype == torch.float16 else "bf16x3"
+
+    def part(self, batch: slice, heads: slice) -> "Inputs":
+        queries = slice(heads.start * self.group, heads.stop * self.group)
+
+        def pick(x: Tensor | None, h: slice) -> Tensor | None:
+            return None if x is None else x[batch, :, h]
+
+        return Inputs(
+            self.q[batch, :, queries],
+            self.k[batch, :, heads],
+            self.v[batch, :, heads],
+            pick(self.w, heads),
+            pick(self.beta, heads),
+            None if self.gate is None else self.gate[batch, queries],
+            None if self.gate_offset is None else self.gate_offset[batch, queries],
+            None if self.document_start is None else self.document_start[batch],
+            None if self.document_end is None else self.document_end[batch],
+            self.scale,
+        )
+
+
+def padded(width: int, least: int = 16) -> int:
+    return max(least, triton.next_power_of_2(width))
+
+
+def dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_gate: Tensor | None,
+    document_start: Tensor | None,
+    scale: float,
+) -> Inputs:
+    gate = gate_offset = document_end = None
+    if log_gate is not None:
+        span = tiles.GATE_SPAN.value
+        total = (log_gate.transpose(1, 2).double() * LOG2_E).cumsum(-1)
+        gate_offset = total[..., ::span].contiguous()
+        gate = (total - gate_offset.repeat_interleave(span, -1)[..., : q.shape[1]]).float()
+    if document_start is not None:
+        document_start = document_start.contiguous()
+        positions = torch.arange(q.shape[1], device=q.device, dtype=torch.int32)
+        document_end = torch.searchsorted(
+            document_start,
+            positions.expand_as(document_start).contiguous(),
+            right=True,
+            out_int32=True,
+        )
+    return Inputs(
+        dense(q),
+        dense(k),
+        dense(v),
+        None if w is None else dense(w),
+        beta,
+        gate,
+        gate_offset,
+        document_start,
+        document_end,
+        scale,
+    )
+
+
+def groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]:
+    """Batch and key/value-head ranges whose scratch fits SCRATCH_BYTES (at least one head at a
+    time).
+    """
+    B, T, H = inputs.k.shape[:3]
+    if inputs.w is None:
+        yield slice(0, B), slice(0, H)
+        return
+    width, size = inputs.width, inputs.q.element_size()
+    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T)
+    passes = 2 if backward else 1
+    per_query = (rows * width * size + T * CHUNK * 4) * inputs.group
+    if backward and inputs.group > 1:
+        per_query += T * CHUNK * 4 * inputs.group  # factors kept for the sum over a group
+    per_key = rows * width * size + blocks * width * width * 4 + T * CHUNK * 4
+    limit = max(1, config.SCRATCH_BYTES // (passes * (per_query + per_key)))
+    if limit >= H:
+        step = min(B, limit // H)
+        step = -(-B // -(-B // step))
+        for b in range(0, B, step):
+            yield slice(b, min(b + step, B)), slice(0, H)
+        return
+    step = -(-H // -(-H // limit))
+    for b in range(B):
+        for h in range(0, H, step):
+            yield slice(b, b + 1), slice(h, min(h + step, H))
+
+
+def strides(*names_and_tensors: tuple[str, Tensor | None]) -> dict[str, int]:
+    """stride_<name>b, stride_<name>t, stride_<name>h of [B, T, H, ...] tensors (zeros where
+    absent).
+    """
+    result = {}
+    for name, x in names_and_tensors:
+        for i, axis in enumerate("bth"):
+            result[f"stride_{name}{axis}"] = 0 if x is None else x.stride(i)
+    return result
