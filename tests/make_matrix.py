@@ -21,7 +21,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", str(TESTS / "test_parallel.py")]
-        subprocess.run(
+        done = subprocess.run(
             [*command, f"--junitxml={report}", *sys.argv[1:]],
             env={**os.environ, "PATH_BACKEND_MATRIX": "1"},
         )
@@ -30,6 +30,7 @@ def main() -> None:
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     README.write_text(f"{before}{BEGIN}\n{table(results)}{END}{after}")
+    sys.exit(done.returncode)
 
 
 def table(results: ElementTree.ElementTree) -> str:
