@@ -107,7 +107,7 @@ def guarded(name: str, inputs: Inputs, work: Callable[[Problem], Any]) -> tuple[
         with implementation.context():
             problem = implementation.build(inputs)
             return work(problem), problem.note
-    except Exception as error:  # a row that fails must not end a session on a lent card
+    except Exception as error:  # a row that fails must not end a long run
         text = str(error).strip().splitlines() or [""]
         return None, f"{type(error).__name__}: {text[0][:200]}"
     finally:

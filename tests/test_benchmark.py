@@ -70,7 +70,7 @@ MISUSES = [
 
 @pytest.mark.parametrize("arguments, message", MISUSES)
 def test_misuse(capsys, arguments, message):
-    """Catches a session on a card spent on something else than was asked for."""
+    """Catches a run that measures something else than was asked for."""
     with pytest.raises(SystemExit):
         benchmark.main(arguments)
     assert message in capsys.readouterr().err
