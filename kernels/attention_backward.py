@@ -356,7 +356,7 @@ def attention_dkdv_kernel(
                 s = tl.load(pointers, mask=own & (rows < T)[None, :], other=0.0)
                 limit = tl.where(part > 0, n0 // 2 + T - m0, 0)
                 q = load_tile(
-                    q_levels_ptr + g * total_rows * BLOCK_D,
+                    q_levels_ptr + tl.cast(g, tl.int64) * total_rows * BLOCK_D,
                     n0 // 2,
                     BLOCK_D,
                     limit,
