@@ -136,12 +136,15 @@ class StubMachine:
         self.python.chmod(0o755)
         self.log = folder / "log"
 
-    def run(self, script: str, *arguments: str, **environment: str) -> tuple[list[str], str, int]:
+    def run(
+        self, script: str, *arguments: str, cwd: Path = ROOT, **environment: str
+    ) -> tuple[list[str], str, int]:
         """Commands that the stub was given (version checks left out), standard error, exit code."""
         self.log.write_text("")
         inherited = {"PATH": os.environ["PATH"], "STUB_LOG": str(self.log)}
         result = subprocess.run(
             [str(self.repository / script), *arguments],
+            cwd=cwd,
             env={**inherited, "PYTHON": str(self.python), **environment},
             capture_output=True,
             text=True,
@@ -201,6 +204,28 @@ def test_train_passes_ranks_config_and_arguments_to_torchtitan(machine):
     assert command.endswith(
         "-m torchtitan.train --job.config_file configs/mine.toml --training.steps=3"
     )
+
+
+def test_train_finds_the_config_where_the_caller_stands(machine, tmp_path):
+    """Catches a path that the script reads from the repository, where its own `cd` leads."""
+    (tmp_path / "mine.toml").touch()
+    for named, passed in (
+        ("mine.toml", f"{tmp_path}/mine.toml"),
+        (f"{tmp_path}/mine.toml", f"{tmp_path}/mine.toml"),
+        ("configs/llama3_debug_path.toml", "configs/llama3_debug_path.toml"),
+    ):
+        (command,), _, _ = machine.run(
+            "run_train.sh", cwd=tmp_path, CONFIG_FILE=named, NGPU="1", PATH_BACKEND_VENV="none"
+        )
+        assert command.endswith(f" --job.config_file {passed}")
+
+
+@pytest.mark.parametrize("ranks", ["abc", "0", "-1", "08", "2x"])
+def test_train_refuses_a_number_of_ranks_that_is_none(machine, ranks):
+    """Catches bash's "unbound variable" or "division by 0", after an installation of minutes."""
+    commands, error, code = machine.run("run_train.sh", NGPU=ranks)
+    assert (commands, code) == ([], 1)
+    assert error == f"NGPU must be a positive integer, got '{ranks}'\n"
 
 
 def test_an_environment_elsewhere_is_never_emptied(machine, tmp_path):
