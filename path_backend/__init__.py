@@ -1,5 +1,6 @@
 """PaTH attention: accumulated Householder reflections as a position encoding."""
 
 from path_backend.attention import path_attention
+from path_backend.beta import beta_from_logits
 
-__all__ = ["path_attention"]
+__all__ = ["beta_from_logits", "path_attention"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from path_backend import ops
 
@@ -37,8 +40,8 @@ def path_attention(
             None, together with beta: no reflections.
         beta: [B, T, H], any floating dtype, taken as fp32 (fp64 if q is fp64). Used as given:
             `beta_from_logits` gives one in [0, 2) that keeps the products contractive.
-        log_gate: [B, T, HQ], natural logarithm of the forget gate, <= 0, in any floating dtype,
-            taken as fp32 (fp64 if q is fp64). None: no gate.
+        log_gate: [B, T, HQ], natural logarithm of the forget gate, finite and <= 0, in any floating
+            dtype, taken as fp32 (fp64 if q is fp64). None: no gate.
         scale: of the dot products, default D^-0.5. The gate is added after it.
         document_start: int32 [B, T], index of the first token of each token's document. Keys before
             it are masked; the reflections need no reset. None: one document.
@@ -49,17 +52,24 @@ def path_attention(
 
     Returns:
         [B, T, HQ, DV] in q's dtype. Memory is linear in T up to a logarithmic factor, in both
-        directions. Gradients have the dtypes of the inputs; there is no second derivative.
+        directions. Gradients have the dtypes of the inputs; there are no second derivatives and
+        no forward-mode ones.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values of
-            document_start are checked on CPU only.
+            document_start and infinite gates are found on CPU only.
+        RuntimeError: a derivative that does not exist was asked for.
         NotImplementedError: "triton" was asked for a case that the kernels do not cover.
 
     Source: Yang et al., PaTH Attention (NeurIPS 2025), sections 2 and 3; the gate is that of
     Lin et al., Forgetting Transformer (ICLR 2025). path_backend/dyadic.py describes the algorithm.
     """
     _check(q, k, v, w, beta, log_gate, document_start, implementation)
+    _check_number("scale", scale)
+    _check_number("gate_scale", gate_scale)
+    if log_gate is None and gate_scale != 1.0:
+        raise ValueError(f"gate_scale needs a log_gate, got gate_scale = {gate_scale} without one")
+    _refuse_forward_mode(q, k, v, w, beta, log_gate)
     precise = torch.promote_types(q.dtype, torch.float32)
     if beta is not None:
         beta = beta.to(precise)
@@ -91,6 +101,11 @@ def _check(
     if (w is None) != (beta is None):
         given, missing = ("w", "beta") if beta is None else ("beta", "w")
         raise ValueError(f"w and beta must come together, got {given} without {missing}")
+    values: dict[str, object] = {"q": q, "k": k, "v": v, "w": w, "beta": beta}
+    values |= {"log_gate": log_gate, "document_start": document_start}
+    for name, value in values.items():
+        if not isinstance(value, Tensor) and (value is not None or name in ("q", "k", "v")):
+            raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
     for name, qkv in (("q", q), ("k", k), ("v", v)):
         if qkv.ndim != 4:
             raise ValueError(
@@ -131,3 +146,20 @@ def _check(
 def _check_shape(name: str, x: Tensor | None, symbols: str, shape: tuple[int, ...]) -> None:
     if x is not None and x.shape != shape:
         raise ValueError(f"{name} must have shape {symbols} = {list(shape)}, got {list(x.shape)}")
+
+
+def _check_number(name: str, x: float | None) -> None:
+    if x is None and name == "scale":
+        return
+    if not isinstance(x, (int, float, torch.SymFloat)):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+    if not -math.inf < x < math.inf:
+        raise ValueError(f"{name} must be finite, got {x}")
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Without it torch takes the missing formula for a derivative of zero."""
+    if forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError("path_attention has no forward-mode derivative")

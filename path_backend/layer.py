@@ -11,6 +11,8 @@ B is batch, T tokens, HQ query heads, H key/value heads, D the head dimension. U
 parallelism the parameters are DTensors and HQ and H are the heads of this rank.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -38,7 +40,7 @@ class PathAttention(nn.Module):
         watch: keep statistics of the last training forward in `path.stats`.
 
     `reflections` without `forget_gate` is PaTH, both are PaTH-FoX, `forget_gate` alone is FoX.
-    Raises ValueError if neither is set or the head counts do not fit.
+    Raises ValueError if neither is set, the head counts do not fit, or a number is out of range.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class PathAttention(nn.Module):
         super().__init__()
         self.wq, self.wk, self.wv, self.wo = wq, wk, wv, wo
         self.q_norm, self.k_norm = q_norm, k_norm
+        if not math.isfinite(gate_scale):
+            raise ValueError(f"gate_scale must be finite, got {gate_scale}")
         self.head_dim = head_dim
         self.path = PathInputs(
             wq.in_features,
@@ -136,7 +140,7 @@ class PathOperator(nn.Module):
             beta,
             log_gate,
             document_start=document_start,
-            gate_scale=self.gate_scale,
+            gate_scale=1.0 if log_gate is None else self.gate_scale,
             implementation=self.implementation,
         )
 
@@ -167,6 +171,9 @@ class PathInputs(nn.Module):
             raise ValueError(
                 f"query heads must be a multiple of key/value heads, got {n_heads} and {n_kv_heads}"
             )
+        _whole("w_rank", w_rank, 0)
+        if not 0 < beta_max <= 2:
+            raise ValueError(f"beta_max must be in (0, 2], got {beta_max}")
         self.head_dim = head_dim
         self.beta_max = beta_max
         self.w_down: nn.Linear | None = None
@@ -250,8 +257,7 @@ class ShortConv(nn.Module):
 
     def __init__(self, channels: int, width: int):
         super().__init__()
-        if width < 1:
-            raise ValueError(f"conv_width must be at least 1, got {width}")
+        _whole("conv_width", width, 1)
         self.weight = nn.Parameter(torch.empty(channels, width))
 
     def forward(self, x: torch.Tensor, document_start: torch.Tensor | None = None) -> torch.Tensor:
@@ -311,7 +317,13 @@ def document_start_from_eos(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:
     return torch.where(first, position, 0).cummax(dim=1).values.to(torch.int32)
 
 
+def _whole(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value}")
+
+
 def _heads(features: int, head_dim: int, name: str) -> int:
+    _whole("head_dim", head_dim, 1)
     if features % head_dim:
         raise ValueError(
             f"{name}.out_features must be a multiple of head_dim = {head_dim}, got {features}"

@@ -56,6 +56,12 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     if document_start is not None and document_start.device.type == "cpu":
         check_document_start(document_start)
+    if log_gate is not None and log_gate.device.type == "cpu" and log_gate.isinf().any():
+        b, i, head = log_gate.isinf().nonzero()[0].tolist()
+        raise ValueError(
+            "log_gate must be finite (a closed gate is a large negative number), "
+            f"got log_gate[{b}, {i}, {head}] = {log_gate[b, i, head].item()}"
+        )
     inputs = (q, k, v, w, beta, log_gate, document_start)
     # Autocast would run the fp32 transform in bf16.
     with torch.autocast(q.device.type, enabled=False):

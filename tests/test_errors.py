@@ -171,3 +171,48 @@ def test_beta_and_w_of_different_heads():
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         beta_from_logits(torch.zeros(1, T, 4), torch.zeros(1, T, 2, 8))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "w", "beta", "log_gate", "document_start"])
+@pytest.mark.parametrize("value", [[1.0], 1.0])
+def test_what_is_no_tensor(name, value):
+    """Catches an AttributeError from inside in place of the argument's name."""
+    with pytest.raises(TypeError, match=f"{name} must be a Tensor, got {type(value).__name__}"):
+        call(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(scale="a"), TypeError, "scale must be a number, got str"),
+        (dict(gate_scale=None), TypeError, "gate_scale must be a number, got NoneType"),
+        (dict(scale=float("nan")), ValueError, "scale must be finite, got nan"),
+        (dict(gate_scale=float("inf")), ValueError, "gate_scale must be finite, got inf"),
+    ],
+)
+def test_numbers(options, error, message):
+    """Catches NaN outputs from a factor that is none."""
+    with pytest.raises(error, match=message):
+        call(options)
+
+
+def test_gate_scale_without_a_gate():
+    """Catches a factor that is accepted and ignored."""
+    with pytest.raises(ValueError, match="gate_scale needs a log_gate, got gate_scale = 0.5"):
+        call(dict(gate_scale=0.5), log_gate=None)
+
+
+def test_infinite_gates_are_named():
+    """Catches NaN from a gate of exactly zero: the difference of two infinite sums."""
+    log_gate = VALID.log_gate.clone()
+    log_gate[0, 3, 1] = -torch.inf
+    with pytest.raises(ValueError, match=re.escape("finite (a closed gate is a large negative")):
+        call(log_gate=log_gate)
+    with pytest.raises(ValueError, match=re.escape("got log_gate[0, 3, 1] = -inf")):
+        call(log_gate=log_gate)
+
+
+def test_forward_mode_is_refused():
+    """Catches a tangent of zero: torch's answer where an op has no forward-mode formula."""
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: call(q=q), (VALID.q,), (torch.ones_like(VALID.q),))

@@ -231,7 +231,7 @@ def test_errors():
         PathInputs(DIM, 4, 2, 6, reflections=False, forget_gate=False)
     with pytest.raises(ValueError, match="multiple of key/value heads, got 4 and 3"):
         PathInputs(DIM, 4, 3, 6, **options)
-    with pytest.raises(ValueError, match="conv_width must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="conv_width must be a whole number of at least 1, got 0"):
         ShortConv(8, 0)
     linear = nn.Linear(DIM, 10)
     with pytest.raises(ValueError, match="wq.out_features must be a multiple of head_dim = 6"):
