@@ -12,39 +12,40 @@
 torchtitan imports this module while it parses the configuration and merges `JobConfig` into its
 own. The import also does the rest: the train specs of llama3 and qwen3 are replaced by wrapped ones
 (built when first used), the dataset `python_stdlib` is registered, and on a machine without an
-accelerator the CPU takes its place.
+accelerator the CPU takes its place. Tables of a TOML file with our keys are checked as a whole.
 """
 
 # No `from __future__ import annotations`: torchtitan merges dataclasses by their fields' types.
-from dataclasses import dataclass, field, fields
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
+
+from torchtitan.config import ConfigManager
 
 from path_backend.beta import BETA_MAX
 from path_backend.integration import cpu, dataset, train_spec
 
 Attention = Literal["default", "path", "path_fox", "fox"]
 Implementation = Literal["auto", "torch", "triton"]
-
-
-class _NamedTable(type):
-    """torchtitan reports an unknown key with the repr of the dataclass: make it list the keys."""
-
-    def __repr__(cls) -> str:
-        return f"[model.path] (keys: {', '.join(f.name for f in fields(cls))})"
+MAX_CONV_WIDTH = 16  # every tap is one more pass over w; the paper uses 3
 
 
 @dataclass
-class Path(metaclass=_NamedTable):
+class Path:
     w_rank: int = 32
     """
     Rank of the projection from the layer's input to w, the direction of each token's reflection.
-    0 is full rank, usual in the paper's code for models with grouped key/value heads.
+    0 is full rank, usual in the paper's code for models with grouped key/value heads. At most the
+    model's dim.
     """
 
     conv_width: int = 3
     """
-    Tokens that the causal depthwise convolution on w sees, the current one included; 1 is none but
-    a scale per channel. It never looks across the start of a document if documents are masked.
+    Tokens that the causal depthwise convolution on w sees, the current one included, 16 at most;
+    1 is none but a scale per channel. It never looks across the start of a document if documents
+    are masked.
     """
 
     beta_max: float = BETA_MAX
@@ -74,13 +75,18 @@ class Path(metaclass=_NamedTable):
     def __post_init__(self):
         _require(type(self.w_rank) is int and self.w_rank >= 0, self, "w_rank", "an integer >= 0")
         _require(
-            type(self.conv_width) is int and self.conv_width >= 1,
+            type(self.conv_width) is int and 1 <= self.conv_width <= MAX_CONV_WIDTH,
             self,
             "conv_width",
-            "an integer >= 1",
+            f"an integer from 1 to {MAX_CONV_WIDTH}",
         )
         _require(_is_number(self.beta_max, 0, 2), self, "beta_max", "a number in (0, 2]")
-        _require(_is_number(self.gate_scale, 0, float("inf")), self, "gate_scale", "a number > 0")
+        _require(
+            _is_number(self.gate_scale, 0, math.inf) and math.isfinite(self.gate_scale),
+            self,
+            "gate_scale",
+            "a finite number > 0",
+        )
         _require(type(self.document_mask) is bool, self, "document_mask", "true or false")
         _require(
             self.implementation in get_args(Implementation),
@@ -117,6 +123,40 @@ def _is_number(value: Any, above: float, up_to: float) -> bool:
     return type(value) in (int, float) and above < value <= up_to
 
 
+def _check_tables() -> None:
+    """Check [model] and [model.path] of a TOML file before torchtitan makes dataclasses of them.
+
+    torchtitan 0.2.2 takes a plain value for a table and names unknown keys without their values.
+    It reads tables with this method after it has imported this module.
+    """
+    stock: Callable = ConfigManager._dict_to_dataclass
+
+    @functools.wraps(stock)
+    def checked(self: ConfigManager, cls: type, data: dict[str, Any]) -> Any:
+        if cls is Path:
+            _refuse_unknown("model.path", Path, data)
+        elif is_dataclass(cls) and any(f.type is Path for f in fields(cls)):
+            _refuse_unknown("model", cls, data)
+            table = data.get("path", {})
+            if not isinstance(table, dict):
+                raise ValueError(f"model.path must be a table ({_keys(Path)}), got {table!r}")
+        return stock(self, cls, data)
+
+    ConfigManager._dict_to_dataclass = checked
+
+
+def _refuse_unknown(name: str, cls: type, table: dict[str, Any]) -> None:
+    known = {f.name for f in fields(cls)}
+    unknown = [f"{name}.{key} = {value!r}" for key, value in table.items() if key not in known]
+    if unknown:
+        raise ValueError(f"[{name}] takes the {_keys(cls)}, got {', '.join(unknown)}")
+
+
+def _keys(cls: type) -> str:
+    return f"keys {', '.join(f.name for f in fields(cls))}"
+
+
+_check_tables()
 cpu.activate_without_accelerator()
 dataset.register()
 train_spec.register()

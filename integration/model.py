@@ -106,6 +106,11 @@ class PathArgs:
         heads, kv_heads = self.n_heads, self._n_kv_heads
         tp = job_config.parallelism.tensor_parallel_degree
         cp = job_config.parallelism.context_parallel_degree
+        if PARTS[self.attention]["reflections"] and self.path.w_rank > self.dim:
+            raise ValueError(
+                f"model.path.w_rank must be at most {self.dim}, the dim of flavor "
+                f"{job_config.model.flavor!r}, or 0 for full rank, got {self.path.w_rank}"
+            )
         if heads % kv_heads:
             raise ValueError(
                 f"{here} needs n_heads to be a multiple of n_kv_heads, but flavor "

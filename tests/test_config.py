@@ -101,18 +101,49 @@ def test_choices_are_listed_once():
     [
         ("w_rank = -1", "model.path.w_rank must be an integer >= 0, got -1"),
         ('w_rank = "32"', "model.path.w_rank must be an integer >= 0, got '32'"),
-        ("conv_width = 0", "model.path.conv_width must be an integer >= 1, got 0"),
+        ("conv_width = 0", "model.path.conv_width must be an integer from 1 to 16, got 0"),
+        ("conv_width = 17", "model.path.conv_width must be an integer from 1 to 16, got 17"),
         ("beta_max = 2.5", r"model.path.beta_max must be a number in \(0, 2\], got 2.5"),
-        ("gate_scale = 0", "model.path.gate_scale must be a number > 0, got 0"),
+        ("gate_scale = 0", "model.path.gate_scale must be a finite number > 0, got 0"),
+        ("gate_scale = inf", "model.path.gate_scale must be a finite number > 0, got inf"),
+        ("gate_scale = nan", "model.path.gate_scale must be a finite number > 0, got nan"),
         ("document_mask = 1", "model.path.document_mask must be true or false, got 1"),
         ('implementation = "c"', "model.path.implementation must be one of auto, torch, triton"),
-        ("w_rnk = 1", r"\[model.path\] \(keys: w_rank, conv_width, .*'w_rnk'"),
+        ("w_rnk = 1", r"\[model.path\] takes the keys w_rank, .*, got model.path.w_rnk = 1"),
     ],
 )
 def test_wrong_table(tmp_path, line, message):
     """A wrong key or value accepted, or refused without its name, value and choices."""
     with pytest.raises(ValueError, match=message):
         parse_toml(tmp_path, 'attention = "path"', line)
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ("path = 1", r"model.path must be a table \(keys w_rank, conv_width, .*\), got 1"),
+        ('path = "x"', r"model.path must be a table \(keys w_rank, .*\), got 'x'"),
+        ("[[model.path]]\nw_rank = 1", r"model.path must be a table \(.*\), got \[{'w_rank': 1}\]"),
+        ('atention = "fox"', r"\[model\] takes the keys name, .*attention.*atention = 'fox'"),
+    ],
+)
+def test_wrong_model_table(tmp_path, lines, message):
+    """A value where a table belongs trained with defaults, or an error that names no key."""
+    config = tmp_path / "job.toml"
+    config.write_text(
+        f'[job]\ncustom_config_module = "path_backend.integration.job_config"\n[model]\n{lines}\n'
+    )
+    with pytest.raises(ValueError, match=message):
+        parse(config=config)
+
+
+def test_rank_is_at_most_the_dim():
+    """A product of two matrices larger than the one it stands for."""
+    for rank in (0, 256):
+        configured_args(parse(f"--model.path.w_rank={rank}"))
+    configured_args(parse("--model.path.w_rank=257", "--model.attention=fox"))  # has no w
+    with pytest.raises(ValueError, match="w_rank must be at most 256, .*'debugmodel'.*, got 257"):
+        configured_args(parse("--model.path.w_rank=257"))
 
 
 def test_wrong_attention(tmp_path):
