@@ -2,7 +2,7 @@
 
 `register` puts wrapped specs in front of llama3 and qwen3; `wrap_train_spec` does the same for a
 spec of yours. A model fits if each of its blocks has an `attention` with wq, wk, wv, wo, head_dim,
-and q_norm and k_norm or neither.
+and q_norm and k_norm or neither. Any other spec trains with `attention = "default"` only.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchtitan.protocols.train_spec as registry
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor, build_metrics_processor
 from torchtitan.config import JobConfig
@@ -30,18 +31,26 @@ MODELS = ("llama3", "qwen3")
 
 
 def register() -> None:
-    """Register the wrapped spec of each of `MODELS`; it is built when torchtitan first uses it."""
+    """Register the wrapped spec of each of `MODELS`; it is built when torchtitan first uses it.
+
+    torchtitan's look-up of a spec is replaced by one that guards those that nobody wrapped.
+    """
     for name in MODELS:
         register_train_spec(name, _LazyTrainSpec(name))
+    stock = registry.get_train_spec
+    registry.get_train_spec = functools.wraps(stock)(lambda name: _guarded(stock(name)))
 
 
 def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
     """A spec that trains `spec`'s model with the attention that the job asks for."""
+    parallelize = spec.parallelize_fn
+    if isinstance(parallelize, _Guard):  # from torchtitan's look-up
+        parallelize = parallelize.stock
     return dataclasses.replace(
         spec,
         model_cls=functools.partial(build_model, spec.model_cls),
         model_args={flavor: args_with_attention(args) for flavor, args in spec.model_args.items()},
-        parallelize_fn=functools.partial(_parallelize, spec.parallelize_fn),
+        parallelize_fn=functools.partial(_parallelize, parallelize),
         build_metrics_processor_fn=functools.partial(
             _build_metrics_processor, spec.build_metrics_processor_fn or build_metrics_processor
         ),
@@ -52,6 +61,33 @@ def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
         ),
         **pipeline.with_mean_loss(spec),
     )
+
+
+def _guarded(spec: TrainSpec) -> TrainSpec:
+    """The spec if it is wrapped, else one that refuses an attention that it would ignore."""
+    if any(isinstance(args, PathArgs) for args in spec.model_args.values()):
+        return spec
+    return dataclasses.replace(spec, parallelize_fn=_Guard(spec.parallelize_fn))
+
+
+class _Guard:
+    """`parallelize_fn` of a spec that is not wrapped: called by every trainer, before training."""
+
+    def __init__(self, stock: Callable[..., nn.Module]):
+        self.stock = stock
+
+    def __call__(
+        self, model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+    ) -> nn.Module:
+        attention = getattr(job_config.model, "attention", "default")
+        if attention != "default":
+            raise ValueError(
+                f'model.attention = "{attention}" needs model.name to be one of '
+                f"{', '.join(MODELS)} or of a spec made by "
+                "path_backend.integration.train_spec.wrap_train_spec, got "
+                f"{job_config.model.name!r}"
+            )
+        return self.stock(model, parallel_dims, job_config)
 
 
 class _LazyTrainSpec:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.models import deepseek_v3, llama3, qwen3
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.protocols import train_spec as registry
 from torchtitan.tools import utils
 
 from path_backend.integration import cpu, job_config, train_spec
@@ -202,6 +202,36 @@ def test_refuses_other_attentions():
         spec.model_cls(args)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama4"])
+def test_refuses_models_that_are_not_wrapped(name, monkeypatch):
+    """Stock attention trained where another was asked for, since nobody reads the key."""
+    calls = []
+    stock = registry.get_train_spec(name)
+    monkeypatch.setattr(stock.parallelize_fn, "stock", lambda *arguments: calls.append(arguments))
+    job = parse(f"--model.name={name}")
+    with pytest.raises(
+        ValueError,
+        match=f'"path" needs model.name .* llama3, qwen3 .*wrap_train_spec, got {name!r}',
+    ):
+        stock.parallelize_fn("model", "dims", job)
+    assert not calls
+    job.model.attention = "default"
+    stock.parallelize_fn("model", "dims", job)
+    assert calls == [("model", "dims", job)]
+
+
+def test_own_spec_is_wrapped_after_a_look_up(monkeypatch):
+    """A spec wrapped by its user refused as if it were not, or hidden from our repairs of it."""
+    spec = llama3.get_train_spec()
+    monkeypatch.setitem(registry._extra_train_specs, "own", spec)
+    found = registry.get_train_spec("own")
+    assert found.parallelize_fn is not spec.parallelize_fn
+    wrapped = train_spec.wrap_train_spec(found)
+    monkeypatch.setitem(registry._extra_train_specs, "own", wrapped)
+    assert registry.get_train_spec("own") is wrapped
+    assert wrapped.parallelize_fn.args == (spec.parallelize_fn,)
+
+
 def test_document_mask_follows_the_flavor():
     """A flavor with a mask per document trained without it, or a mask where none was asked for."""
     tokenizer = SimpleNamespace(eos_id=5)
@@ -257,7 +287,7 @@ def test_flavors_are_copies():
 
 def test_registered_lazily():
     """The wrapped spec missing, or a stock model imported by a job that does not use it."""
-    spec = get_train_spec("qwen3")
+    spec = registry.get_train_spec("qwen3")
     assert isinstance(spec, train_spec._LazyTrainSpec)
     assert spec.build_loss_fn is qwen3.get_train_spec().build_loss_fn
     assert spec.model_args["debugmodel"].attention == "default"

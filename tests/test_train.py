@@ -146,6 +146,13 @@ def test_refusal_names_the_key(tmp_path):
         train(tmp_path, *arguments, ranks=2)
 
 
+def test_refuses_a_model_that_is_not_wrapped(tmp_path):
+    """Stock attention trained in silence: torchtitan itself finds the spec of such a model."""
+    arguments = ("--model.name=deepseek_v3", "--model.flavor=debugmodel")
+    with pytest.raises(TrainerError, match="needs model.name to be one of .*, got 'deepseek_v3'"):
+        train(tmp_path, *arguments, "--model.attention=path")
+
+
 def test_torchrun_command(tmp_path):
     """The command of the README failing where this module's own launcher does not."""
     command = [
