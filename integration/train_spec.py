@@ -22,6 +22,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+from torchtitan.tools.logging import logger
 
 from path_backend.integration import checkpoint, metrics, pipeline
 from path_backend.integration.model import PathArgs, args_with_attention, build_model
@@ -119,11 +120,9 @@ def _parallelize(
     The repairs of stock torchtitan 0.2.2 apply to every attention, `default` too: without them it
     does not run or does not learn, and an attention would be compared with a broken one.
     """
-    with _one_group_for_tied_embeddings(stock, model):
+    with _one_group_for_tied_embeddings(stock, model, parallel_dims):
         if getattr(model.model_args, "attention", "default") != "default":
-            # What selective checkpointing per op keeps instead of computing again.
-            save_list: set = getattr(sys.modules[stock.__module__], "_op_sac_save_list", set())
-            save_list.add(torch.ops.path_backend.attention.default)
+            _save_attention(stock, job_config)
             if parallel_dims.tp_enabled:
                 apply_tensor_parallel(model, parallel_dims.get_mesh("tp"))
         model = stock(model, parallel_dims, job_config)
@@ -132,6 +131,20 @@ def _parallelize(
     if parallel_dims.tp_enabled and job_config.compile.enable and model.tok_embeddings is not None:
         _finish_embeddings(model)
     return model
+
+
+def _save_attention(stock: Callable[..., nn.Module], job_config: JobConfig) -> None:
+    """Let selective checkpointing per op keep the attention instead of computing it again."""
+    checkpointing = job_config.activation_checkpoint
+    if checkpointing.mode != "selective" or checkpointing.selective_ac_option != "op":
+        return
+    save_list = getattr(sys.modules[stock.__module__], "_op_sac_save_list", None)
+    if save_list is None:
+        raise ValueError(
+            'activation_checkpoint.selective_ac_option = "op" needs a set _op_sac_save_list in the '
+            f"module of parallelize_fn to keep the attention, got none in {stock.__module__}"
+        )
+    save_list.add(torch.ops.path_backend.attention.default)
 
 
 def _sum_bucket(
@@ -156,18 +169,28 @@ def _finish_embeddings(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _one_group_for_tied_embeddings(stock: Callable[..., nn.Module], model: nn.Module) -> Iterator:
+def _one_group_for_tied_embeddings(
+    stock: Callable[..., nn.Module], model: nn.Module, parallel_dims: ParallelDims
+) -> Iterator:
     """FSDP2 of a model whose output layer is its embedding, on torch 2.13.
 
     torchtitan 0.2.2 shards the embedding and [norm, output] as two groups, and torch 2.13 refuses a
     parameter that is in both. Later torchtitan (#2522) shards the three as one, and so does this.
     """
-    apply_fsdp = getattr(stock, "__globals__", {}).get("apply_fsdp")
-    if apply_fsdp is None or not getattr(model.model_args, "enable_weight_tying", False):
+    tied = getattr(model.model_args, "enable_weight_tying", False)
+    if not (tied and parallel_dims.fsdp_enabled):
         yield
         return
-    namespace = apply_fsdp.__globals__
-    fully_shard = namespace["fully_shard"]
+    apply_fsdp = getattr(stock, "__globals__", {}).get("apply_fsdp")
+    namespace = getattr(apply_fsdp, "__globals__", {})
+    fully_shard = namespace.get("fully_shard")
+    if fully_shard is None:  # it may shard in its own way, and right
+        logger.warning(
+            "Tied embeddings are not put into one FSDP2 group: expected an apply_fsdp that calls "
+            f"fully_shard beside parallelize_fn, found none in {stock.__module__}"
+        )
+        yield
+        return
 
     def shard_together(module, **options):
         if module is model.tok_embeddings:

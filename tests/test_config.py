@@ -5,7 +5,7 @@ import copy
 import difflib
 import inspect
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -358,6 +358,48 @@ def test_flops_by_hand():
     assert totals["path_fox"] == (weights + 2048 * 256, 6 * weights + scores + transforms)
 
 
+SINGLE = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+
+
+def own_parallelize(model, parallel_dims, job_config):
+    """A parallelize_fn of someone's model, without torchtitan's names beside it."""
+    return model
+
+
+@pytest.mark.parametrize("mode, option", [("none", "op"), ("selective", "2"), ("full", "op")])
+def test_needs_a_save_list_only_per_op(mode, option):
+    """An attention computed twice in silence, or a job refused over a list that it does not use."""
+    spec = replace(llama3.get_train_spec(), parallelize_fn=own_parallelize)
+    spec = train_spec.wrap_train_spec(spec)
+    job = parse(
+        f"--activation_checkpoint.mode={mode}",
+        f"--activation_checkpoint.selective_ac_option={option}",
+    )
+    model = SimpleNamespace(model_args=configured_args(job))
+    assert spec.parallelize_fn(model, SINGLE, job) is model
+    job.activation_checkpoint.mode, job.activation_checkpoint.selective_ac_option = (
+        "selective",
+        "op",
+    )
+    with pytest.raises(ValueError, match=f"_op_sac_save_list .* none in {__name__}"):
+        spec.parallelize_fn(model, SINGLE, job)
+
+
+def test_warns_of_tied_embeddings_that_it_cannot_repair(caplog):
+    """FSDP2 of a tied embedding failing on torch 2.13 without a word of the repair that missed."""
+    spec = replace(qwen3.get_train_spec(), parallelize_fn=own_parallelize)
+    spec = train_spec.wrap_train_spec(spec)
+    job = parse("--model.name=qwen3", "--model.attention=default")
+    for tied, sharded in ((True, False), (False, True), (True, True)):
+        model = SimpleNamespace(model_args=SimpleNamespace(enable_weight_tying=tied))
+        dims = SimpleNamespace(fsdp_enabled=sharded, dp_replicate_enabled=False, tp_enabled=False)
+        assert not caplog.records
+        spec.parallelize_fn(model, dims, job)
+    (record,) = caplog.records
+    assert "expected an apply_fsdp that calls fully_shard" in record.message
+    assert record.message.endswith(f"found none in {__name__}")
+
+
 class CountOp(TorchDispatchMode):
     """Counts the runs of the attention op."""
 
@@ -383,8 +425,7 @@ def test_selective_checkpointing_keeps_the_attention(name, mode, runs_per_layer)
     args.n_layers, args.dim = 2, 64
     args.update_from_config(job)
     model = spec.model_cls(args)
-    single = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
-    model = spec.parallelize_fn(model, single, job)
+    model = spec.parallelize_fn(model, SINGLE, job)
     with torch.no_grad():
         model.init_weights()
     with CountOp() as count:
