@@ -93,10 +93,3 @@ def load_factors(
     beta = tl.load(beta_ptr + rows * stride_bt, mask=rows < T, other=0.0)
     inverse = load_square(inverse_ptr, head.to(tl.int64) * num_chunks + chunk, CHUNK)
     return w, inverse * beta[None, :]
-
-
-@triton.jit
-def reflect(t, w, x, PRECISION: tl.constexpr):
-    """Rows t (I - W^T X W): keys to the end of the chunk (W, X). With X^T: queries to its start."""
-    tw = dot(t, tl.trans(w), PRECISION)
-    return t - dot(dot(tw, x, PRECISION), w, PRECISION)

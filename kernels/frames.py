@@ -34,9 +34,37 @@ class Frames:
     local: Tensor  # [B, HQ, N, C, C] fp32
 
 
+def _factor_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
+    """What every kernel shares that reads the chunks' factors W, X."""
+    return {
+        "w_ptr": x.w,
+        "beta_ptr": x.beta,
+        "inverse_ptr": frames.inverse,
+        **strides(("w", x.w), ("b", x.beta)),
+        "T": x.q.shape[1],
+        "num_chunks": frames.inverse.shape[2],
+        "CHUNK": CHUNK,
+        "PRECISION": x.precision,
+        **x.widths,
+    }
+
+
+def _sweep_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
+    """What the four sweeps share."""
+    T = x.q.shape[1]
+    return {
+        **_factor_arguments(x, frames),
+        "product_ptr": frames.products,
+        "num_levels": tiles.num_levels(T),
+        "total_rows": tiles.total_rows(T),
+        "total_blocks": tiles.total_blocks(T),
+        "HAS_DOC": x.document_start is not None,
+        **config.SWEEP_OPTIONS,
+    }
+
+
 def make_frames(x: Inputs) -> Frames:
     """Chunk transform, tree of products, sweep of queries and keys."""
-    assert x.w is not None and x.beta is not None
     B, T, HQ, D = x.q.shape
     H, width = x.k.shape[2], x.width
     chunks, levels = triton.cdiv(T, CHUNK), tiles.num_levels(T)
@@ -49,20 +77,9 @@ def make_frames(x: Inputs) -> Frames:
         x.q.new_empty(B, H, rows, width),
         torch.empty(B, HQ, chunks, CHUNK, CHUNK, **fp32),
     )
-    factors = {
-        "w_ptr": x.w,
-        "beta_ptr": x.beta,
-        "inverse_ptr": frames.inverse,
-        **strides(("w", x.w), ("b", x.beta)),
-        "T": T,
-        "num_chunks": chunks,
-        "CHUNK": CHUNK,
-        **x.widths,
-    }
+    factors = _factor_arguments(x, frames)
     side = min(width, config.PRODUCT_TILE)
-    chunk_inverse_kernel[(chunks, B * H)](
-        **factors, H=H, PRECISION=x.precision, SOLVE=config.SOLVE, num_warps=4
-    )
+    chunk_inverse_kernel[(chunks, B * H)](**factors, H=H, SOLVE=config.SOLVE, num_warps=4)
     base = 0
     for level in range(1, levels - 1):
         count = tiles.level_blocks(T, level)
@@ -73,30 +90,20 @@ def make_frames(x: Inputs) -> Frames:
                 H=H,
                 total_blocks=blocks,
                 COLS=side,
-                PRECISION=x.precision,
             )
         else:
             child = base - tiles.level_blocks(T, level - 1)
             tree_kernel[(count, B * H, (width // side) ** 2)](
-                frames.products,
-                child,
-                base,
-                blocks,
+                product_ptr=frames.products,
+                child_base=child,
+                parent_base=base,
+                total_blocks=blocks,
                 BLOCK_D=width,
                 TILE=side,
                 PRECISION=x.precision,
             )
         base += count
-    sweep = {
-        **factors,
-        "product_ptr": frames.products,
-        "num_levels": levels,
-        "total_rows": rows,
-        "total_blocks": blocks,
-        "HAS_DOC": x.document_start is not None,
-        "PRECISION": x.precision,
-        **config.SWEEP_OPTIONS,
-    }
+    sweep = _sweep_arguments(x, frames)
     query_sweep_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
         **sweep,
         q_ptr=x.q,
@@ -131,7 +138,6 @@ def frames_backward(
     d_beta: Tensor | None,
 ) -> None:
     """From the gradients of every level to those of q, k, w, beta."""
-    assert x.w is not None and x.beta is not None
     B, T, HQ, D = x.q.shape
     H, width = x.k.shape[2], x.width
     chunks, levels = triton.cdiv(T, CHUNK), tiles.num_levels(T)
@@ -139,23 +145,7 @@ def frames_backward(
     side = min(width, config.PRODUCT_TILE)
     dq_start = dq_levels.new_empty(B, HQ, chunks, CHUNK, width)
     dk_end = dk_levels.new_empty(B, H, chunks, CHUNK, width)
-    sweep = {
-        "w_ptr": x.w,
-        "beta_ptr": x.beta,
-        "inverse_ptr": frames.inverse,
-        "product_ptr": frames.products,
-        **strides(("w", x.w), ("b", x.beta)),
-        "T": T,
-        "num_chunks": chunks,
-        "num_levels": levels,
-        "total_rows": rows,
-        "total_blocks": blocks,
-        "CHUNK": CHUNK,
-        "HAS_DOC": x.document_start is not None,
-        "PRECISION": x.precision,
-        **config.SWEEP_OPTIONS,
-        **x.widths,
-    }
+    sweep = _sweep_arguments(x, frames)
     query_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
         **sweep,
         levels_ptr=dq_levels,
@@ -168,10 +158,8 @@ def frames_backward(
         **sweep, levels_ptr=dk_levels, dk_end_ptr=dk_end, end_ptr=x.document_end, H=H
     )
     gradient, count = frames.products, 0  # of the level above; none at the top
-    block_base, row_base = (
-        blocks,
-        tiles.total_rows(T) - tiles.level_rows(T, levels - 1) if levels else 0,
-    )
+    block_base = blocks
+    row_base = rows - tiles.level_rows(T, levels - 1) if levels else 0
     for level in range(levels - 2, 0, -1):
         parent, parents = gradient, count
         count = tiles.level_blocks(T, level)
@@ -220,6 +208,7 @@ def frames_backward(
             total_blocks=blocks,
             SPLIT=splits > 1,
         )
+    factors = _factor_arguments(x, frames)
     dx, scratch = frames.inverse, d_local
     if x.group > 1:
         scratch = torch.empty(
@@ -232,60 +221,37 @@ def frames_backward(
             (1, frames.k_levels, dk_levels, 1),
         ):
             chunk_product_backward_kernel[((chunks + 1 - right) // 2, B * H)](
-                x.w,
-                x.beta,
-                frames.inverse,
-                here,
-                moved,
-                gradient,
-                dx,
-                dw,
-                scratch,
-                **strides(("w", x.w), ("b", x.beta), ("dw", dw)),
-                T=T,
+                **factors,
+                here_ptr=here,
+                moved_ptr=moved,
+                d_product_ptr=gradient,
+                dx_ptr=dx,
+                dw_ptr=dw,
+                scratch_ptr=scratch,
+                **strides(("dw", dw)),
                 H=H,
-                num_chunks=chunks,
                 total_rows=rows,
                 num_blocks=count,
                 RIGHT=right,
                 GROUP=group,
-                CHUNK=CHUNK,
-                PRECISION=x.precision,
                 num_warps=4,
-                **x.widths,
             )
     chunk_backward_kernel[(chunks, B * H)](
-        x.q,
-        x.k,
-        x.w,
-        x.beta,
-        frames.inverse,
-        dq_start,
-        dk_end,
-        d_local,
-        dx,
-        scratch,
-        dq,
-        dk,
-        dw,
-        d_beta,
-        **strides(
-            ("q", x.q),
-            ("k", x.k),
-            ("w", x.w),
-            ("b", x.beta),
-            ("dq", dq),
-            ("dk", dk),
-            ("dw", dw),
-            ("db", d_beta),
-        ),
-        T=T,
+        **factors,
+        q_ptr=x.q,
+        k_ptr=x.k,
+        dq_start_ptr=dq_start,
+        dk_end_ptr=dk_end,
+        d_local_ptr=d_local,
+        dx_ptr=dx,
+        scratch_ptr=scratch,
+        dq_ptr=dq,
+        dk_ptr=dk,
+        dw_ptr=dw,
+        d_beta_ptr=d_beta,
+        **strides(("q", x.q), ("k", x.k), ("dq", dq), ("dk", dk), ("dw", dw), ("db", d_beta)),
         H=H,
-        num_chunks=chunks,
         GROUP=x.group,
-        CHUNK=CHUNK,
         HAS_PRODUCT=levels > 1,
-        PRECISION=x.precision,
         num_warps=4,
-        **x.widths,
     )
