@@ -14,6 +14,9 @@ import torch
 from parity import BF16, FLOAT8, Column, Layout, Parity, assert_same_training
 from trainer import TrainerError, train
 
+# On GPUs with NCCL, on CPUs with gloo: the same tests.
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
 COLUMNS = [Column(model, kind) for model in ("llama3", "qwen3") for kind in ("path", "path_fox")]
 MATRIX = bool(int(os.environ.get("PATH_BACKEND_MATRIX", "0")))
 
