@@ -4,7 +4,7 @@
     custom_config_module = "path_backend.integration.job_config"
 
     [model]
-    attention = "path"  # default, path, path_fox, fox
+    attention = "path"  # default, path, path_fox, fox, nope, stick_breaking
 
     [model.path]
     w_rank = 32
@@ -27,7 +27,7 @@ from torchtitan.config import ConfigManager
 from path_backend.beta import BETA_MAX
 from path_backend.integration import cpu, dataset, train_spec
 
-Attention = Literal["default", "path", "path_fox", "fox"]
+Attention = Literal["default", "path", "path_fox", "fox", "nope", "stick_breaking"]
 Implementation = Literal["auto", "torch", "triton"]
 MAX_CONV_WIDTH = 16  # every tap is one more pass over w; the paper uses 3
 
@@ -101,7 +101,8 @@ class Model:
     attention: Attention = "default"
     """
     Attention of every layer: "default" is the model's own, untouched; "path" is PaTH; "path_fox" is
-    PaTH with the forget gate of the Forgetting Transformer; "fox" is that gate alone.
+    PaTH with the forget gate of the Forgetting Transformer; "fox" is that gate alone. Baselines:
+    "nope" has no positions at all, "stick_breaking" replaces the softmax (plain torch, T^2 memory).
     """
 
     path: Path = field(default_factory=Path)

@@ -20,6 +20,8 @@ PARTS = {
     "path": {"reflections": True, "forget_gate": False},
     "path_fox": {"reflections": True, "forget_gate": True},
     "fox": {"reflections": False, "forget_gate": True},
+    "nope": {"reflections": False, "forget_gate": False},
+    "stick_breaking": {"reflections": False, "forget_gate": False, "stick_breaking": True},
 }
 ATTENTIONS = ("default", *PARTS)
 

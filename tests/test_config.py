@@ -150,7 +150,7 @@ def test_wrong_attention(tmp_path):
     """An unknown attention trained as another one: TOML values pass torchtitan unchecked."""
     with pytest.raises((ValueError, SystemExit)) as error:
         configured_args(parse_toml(tmp_path, 'attention = "pth"'))
-    assert "default, path, path_fox, fox, got 'pth'" in str(error.value)
+    assert "default, path, path_fox, fox, nope, stick_breaking, got 'pth'" in str(error.value)
 
 
 @pytest.mark.parametrize(

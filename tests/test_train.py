@@ -9,6 +9,7 @@ import pytest
 from trainer import ROOT, TINY, TrainerError, train
 
 FLAGS = ("default", "path", "path_fox", "fox")
+BASELINES = ("nope", "stick_breaking")
 RESUMABLE = ("--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0")
 
 
@@ -23,8 +24,10 @@ def stock_toml(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("attention", FLAGS)
+@pytest.mark.parametrize(
+    "attention, ranks",
+    [*((flag, ranks) for flag in FLAGS for ranks in (1, 2)), *((flag, 2) for flag in BASELINES)],
+)
 def test_loss_falls(tmp_path, attention, ranks):
     """A value of the flag that does not train on one rank or with FSDP2 on two."""
     run = train(tmp_path, f"--model.attention={attention}", "--training.steps=24", ranks=ranks)
