@@ -36,6 +36,12 @@ PRODUCT_TILE = 64
 """D x D matrices are made in tiles of this side: whole ones at D = 128 leave one program per SM."""
 
 
+WIDE_FLOAT32 = Tiles(64, 64, 8, 1)
+"""Backward passes of fp32 heads padded to 256: of four, the one that fits shared memory (128 KiB; 64
+x 32 asks for 320). Slow: it spills.
+"""
+
+
 def forward_tiles(dtype: torch.dtype, width: int) -> Tiles:
     """Tiles of the forward pass for heads padded to `width`: a query tile stays, keys stream.
 
@@ -51,14 +57,14 @@ def forward_tiles(dtype: torch.dtype, width: int) -> Tiles:
 def query_tiles(dtype: torch.dtype, width: int) -> Tiles:
     """Tiles of the dq pass: a query tile stays, keys stream. 0.80 ms, 1.11 with 128 x 128."""
     if dtype == torch.float32:
-        return Tiles(64, 32, 4, 2)
+        return Tiles(64, 32, 4, 2) if width <= 128 else WIDE_FLOAT32
     return Tiles(64, 64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
 
 
 def key_tiles(dtype: torch.dtype, width: int) -> Tiles:
     """Tiles of the dk, dv pass: a key tile stays, queries stream. 2.5 ms, 3.1 with 64 x 128."""
     if dtype == torch.float32:
-        return Tiles(64, 64, 4, 1)
+        return Tiles(64, 64, 4, 1) if width <= 128 else WIDE_FLOAT32
     return Tiles(64, 64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
 
 

@@ -157,7 +157,7 @@ def frames_backward(
     key_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * H)](
         **sweep, levels_ptr=dk_levels, dk_end_ptr=dk_end, end_ptr=x.document_end, H=H
     )
-    gradient, count = frames.products, 0  # of the level above; none at the top
+    gradient, count = dq_levels, 0  # of the level above; none at the top, and never read
     block_base = blocks
     row_base = rows - tiles.level_rows(T, levels - 1) if levels else 0
     for level in range(levels - 2, 0, -1):
