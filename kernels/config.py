@@ -37,8 +37,8 @@ PRODUCT_TILE = 64
 
 
 WIDE_FLOAT32 = Tiles(64, 64, 8, 1)
-"""Backward passes of fp32 heads padded to 256: of four, the one that fits shared memory (128 KiB; 64
-x 32 asks for 320). Slow: it spills.
+"""Backward passes of fp32 heads padded to 256: of four, the one that fits shared memory (128 KiB;
+64 x 32 asks for 320). Slow: it spills.
 """
 
 
