@@ -9,12 +9,12 @@ from torch import Tensor
 
 from path_backend.attention import prepare
 from path_backend.exchange import METHODS
-from path_backend.layout import Layout
+from path_backend.layout import Layout, layout_from_positions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Layout", "context_parallel_attention"]
+__all__ = ["Layout", "context_parallel_attention", "layout_from_positions"]
 
 
 def context_parallel_attention(

@@ -71,23 +71,26 @@ class GroupTransport:
         return lambda: _collectives.wait_tensor(y).view(x.shape)
 
     def agree(self, description: str, device: torch.device) -> None:
-        """Raises ValueError on every rank if the ranks describe their calls differently.
-
-        On a device that the host would have to wait for, only the first time for a description.
-        """
+        """As compare; where the host would have to wait, once for each description."""
         key = (self.name, description)
-        if device.type != "cpu" and key in self._agreed:
-            return
+        if device.type == "cpu" or key not in self._agreed:
+            self.compare(description, device)
+            self._agreed.add(key)
+
+    def compare(self, description: str, device: torch.device) -> None:
+        """Raises ValueError on every rank if the ranks do not describe their calls alike.
+
+        device: one that the group works on.
+        """
         note = description.encode()[: self._NOTE].ljust(self._NOTE)
         notes = self.all_gather(torch.tensor(list(note), dtype=torch.uint8, device=device))()
         texts = [bytes(x).decode(errors="replace").strip() for x in notes.tolist()]
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 raise ValueError(
-                    "all ranks must call context_parallel_attention alike, "
-                    f"but rank 0 has {texts[0]}, and rank {rank} has {text}"
+                    f"all ranks must make the same call, but rank 0 has {texts[0]}, "
+                    f"and rank {rank} has {text}"
                 )
-        self._agreed.add(key)
 
 
 class AllGather:

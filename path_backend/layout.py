@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from path_backend.exchange import GroupTransport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -81,3 +91,42 @@ class Layout:
         for rank in range(self.ranks):
             homes |= {piece: (rank, place) for place, piece in enumerate(self.held_by(rank))}
         return [homes[piece] for piece in range(self.pieces)]
+
+
+def layout_from_positions(positions: Tensor, group: ProcessGroup) -> Layout:
+    """The layout that the ranks of a group find in the positions of their tokens.
+
+    All ranks of the group must call; the host waits for the answer.
+
+    positions: int32 or int64 [B, T], of this rank's tokens in the whole sequence, the same in every
+        row. It may be on any device that the group works on.
+
+    Raises ValueError, on every rank, if T differs between ranks, rows differ, or the ranks together
+    do not hold each token of a sequence once, in pieces of one length.
+    """
+    if positions.ndim != 2 or 0 in positions.shape:
+        raise ValueError(f"positions must have shape [B, T], got {list(positions.shape)}")
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"positions must be int32 or int64, got {positions.dtype}")
+    transport = GroupTransport(group.group_name)
+    same = bool((positions == positions[:1]).all())
+    rows = f"{'equal' if same else 'different'} rows"
+    transport.compare(f"positions {list(positions.shape)} with {rows}", positions.device)
+    if not same:
+        raise ValueError("the rows of positions must be equal, got different ones on every rank")
+    held = transport.all_gather(positions[0].long())().tolist()
+
+    runs = [_runs(tokens) for tokens in held]
+    length = math.gcd(*(count for pieces in runs for _, count in pieces))
+    starts = (
+        tuple(first + i for first, count in pieces for i in range(0, count, length))
+        for pieces in runs
+    )
+    return Layout(tuple(starts), length)
+
+
+def _runs(tokens: list[int]) -> list[tuple[int, int]]:
+    """(first, count) of each run of consecutive tokens."""
+    cuts = [i for i in range(1, len(tokens)) if tokens[i] != tokens[i - 1] + 1]
+    borders = zip([0, *cuts], [*cuts, len(tokens)], strict=True)
+    return [(tokens[begin], end - begin) for begin, end in borders]
