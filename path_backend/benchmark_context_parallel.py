@@ -45,7 +45,8 @@ def main() -> None:
     if rank == 0:
         print(*(f"# {line}" for line in preamble(__spec__.name)), HEADER, sep="\n", flush=True)
     for T in args.lengths:
-        shape = Shape(1, T, *args.heads, args.width)
+        HQ, H = args.heads
+        shape = Shape(1, T, HQ, H, args.width)
         for attention in args.attention:
             single = None
             for row in measure(shape, attention, args):
@@ -60,7 +61,8 @@ def measure(
     shape: Shape, attention: str, args: argparse.Namespace
 ) -> Iterator[tuple[str, int, list[float], list[float], float]]:
     """(method, ranks, forward and both in ms, exposed and collectives in ms, GiB) of each row."""
-    inputs = draw(shape)._replace(**dict.fromkeys(ATTENTIONS[attention]))
+    absent: dict[str, Any] = dict.fromkeys(ATTENTIONS[attention])
+    inputs = draw(shape)._replace(**absent)
     ranks = dist.get_world_size()
     if args.single:
         steps = steps_of(inputs, path_attention) if dist.get_rank() == 0 else None
