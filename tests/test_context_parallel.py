@@ -134,7 +134,7 @@ def test_gates_after_large_ones_keep_their_differences():
     """Catches gates taken as differences of fp32 sums, over a piece or over the whole sequence."""
     inputs = make_inputs(1024, HQ=1, H=1, w=None, gate=True, dtype=torch.float32)
     with torch.no_grad():  # large in the first half of every third piece
-        inputs.log_gate *= 0.1
+        inputs.log_gate.mul_(0.1)
         inputs.log_gate[:, torch.arange(1024) % 384 < 64] *= 1e5
     d_out = gradient_of_out(inputs)
     exact = run(path_attention, inputs.leaves(torch.float64), d_out)
