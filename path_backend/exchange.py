@@ -6,6 +6,17 @@ rank's own pieces, so that the first transfer overlaps attention on these.
 
 Ring sums gradients in the order rank, rank + 1, ...; AllGather in the order of the backend's
 reduce-scatter.
+
+Bytes that each of R ranks sends, and receives, in either method. It holds n = B T tokens in P
+pieces; b is the size of an element of k. Terms of HQ need a gate, those of D^2 reflections.
+
+    a = n (H (D + DV) b + 4 HQ)     keys, values, gates after a key
+    g = n (H (D + DV) + HQ) 4       their gradients
+    m = B P (4 H D^2 + 8 HQ)        products and gate sums
+    forward                         (R - 1) (a + m)
+    backward                        (R - 1) (a + g + 2 m)
+
+Ring attention, as in torch.distributed.tensor.experimental: (R - 1) a and (R - 1) a + R g.
 """
 
 from __future__ import annotations

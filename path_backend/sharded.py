@@ -76,7 +76,10 @@ def forward(x: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
     for source, theirs in scan.exchange.visit():
         for r in scan.rectangles(source, theirs):
             plan.backend.rectangle_forward(*r.operands, plan.scale, outs[r.row], lses[r.row])
-    return torch.cat([out.to(x.q.dtype) for out in outs], 1), torch.cat(lses, 2)
+    total = x.q.new_empty(*x.q.shape[:3], x.v.shape[3])
+    for i, out in enumerate(outs):
+        _piece(total, i, plan).copy_(out)
+    return total, torch.cat(lses, 2)
 
 
 @torch.no_grad()
@@ -103,18 +106,16 @@ def backward(
         scan.exchange.give_back(source, returned)
     dq_start, dk_end, dv, d_product, d_gate = grads.finish()
 
-    results = []
+    results = [None if y is None else y.new_empty(y.shape) for y in x[:6]]
     for i, piece in enumerate(pieces):
-        dq, dk, dv_inside, dw, d_beta, d_gate_inside = plan.backend.block_backward(
+        inside = plan.backend.block_backward(
             d_outs[i], *piece, outs[i], lses[i], plan.scale, dq_start[i], dk_end[i], d_product[i]
         )
-        if d_gate is not None:
-            d_gate_inside = d_gate_inside + d_gate[i]
-        results.append((dq, dk, dv[i] + dv_inside, dw, d_beta, d_gate_inside))
-    return tuple(
-        None if y is None else torch.cat(g, 1).to(y.dtype)
-        for g, y in zip(zip(*results, strict=True), x, strict=False)
-    )
+        outside = (None, None, dv[i], None, None, None if d_gate is None else d_gate[i])
+        for total, part, other in zip(results, inside, outside, strict=True):
+            if total is not None:
+                _piece(total, i, plan).copy_(part if other is None else part + other)
+    return tuple(results)
 
 
 def describe(
@@ -128,11 +129,16 @@ def describe(
     return f"{shapes}, given {' '.join(given)}; {pieces}; {rotate_method}, scale {scale}"
 
 
+def _piece(x: Tensor, i: int, plan: Plan) -> Tensor:
+    """The rank's i-th piece of x [B, T, ...] (a view)."""
+    return x.narrow(1, i * plan.layout.length, plan.layout.length)
+
+
 def _split(x: Inputs, plan: Plan) -> list[Inputs]:
     """The rank's pieces; document starts count from the piece's first token."""
-    length, pieces = plan.layout.length, []
+    pieces = []
     for i, start in enumerate(plan.layout.starts[plan.transport.rank]):
-        piece = x.map(partial(torch.narrow, dim=1, start=i * length, length=length))
+        piece = x.map(partial(_piece, i=i, plan=plan))
         if piece.document_start is not None:
             relative = (piece.document_start - start).clamp_min(0)
             piece = piece._replace(document_start=relative)
@@ -184,7 +190,6 @@ class _Scan:
 
     def rectangles(self, source: int, theirs: Sequence[Tensor]) -> Iterator[_Rectangle]:
         """Of the rank's queries on the pieces of `source`."""
-        length = self.plan.layout.length
         for column, s in enumerate(self.plan.layout.held_by(source)):
             k_end, v, *gate_k = (x[column] for x in theirs)
             for row, c in enumerate(self.own):
@@ -198,8 +203,8 @@ class _Scan:
                 )
                 first_key = None
                 if self.document_start is not None:
-                    start = self.document_start[:, row * length : (row + 1) * length]
-                    first_key = (start - s * length).clamp_min(0)
+                    start = _piece(self.document_start, row, self.plan)
+                    first_key = (start - s * self.plan.layout.length).clamp_min(0)
                 operands = (self.q_start[row], k, v, *gates, first_key)
                 yield _Rectangle(c, row, s, column, move, operands)
 

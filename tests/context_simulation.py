@@ -31,16 +31,20 @@ class SimulatedTransport:
 
     def __init__(self, board, rank):
         self.board, self.rank, self.ranks = board, rank, board.ranks
+        self.sent = 0  # bytes
 
     def all_gather(self, x):
+        self.sent += x.nbytes * (self.ranks - 1)
         notes = self.board.swap(self.rank, x.clone())
         return lambda: torch.stack(notes)
 
     def reduce_scatter(self, x):
+        self.sent += x.nbytes // self.ranks * (self.ranks - 1)
         notes = self.board.swap(self.rank, x.clone())
         return lambda: sum(note[self.rank] for note in notes)
 
     def shift(self, x, distance):
+        self.sent += x.nbytes
         note = self.board.swap(self.rank, x.clone())[(self.rank - distance) % self.ranks]
         assert note.shape == x.shape
         return lambda: note
@@ -60,14 +64,18 @@ def unshard(parts, layout):
     return torch.cat([pieces[rank][place] for rank, place in layout.home], 1)
 
 
-def simulate(inputs: Inputs, d_out, layout, method, backend=blocks, scale=None):
-    """Forward and backward on all ranks; results of all tokens as path_backend.testing.run."""
+def simulate(inputs: Inputs, d_out, layout, method, backend=blocks, sent=None):
+    """Forward and backward on all ranks; results of all tokens as path_backend.testing.run.
+
+    sent: a list that gets the bytes that each rank sent.
+    """
     board = Board(layout.ranks)
-    scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
+    transports = [SimulatedTransport(board, rank) for rank in range(layout.ranks)]
+    scale = inputs.q.shape[-1] ** -0.5
 
     def rank_main(rank):
         try:
-            plan = sharded.Plan(layout, SimulatedTransport(board, rank), method, scale, backend)
+            plan = sharded.Plan(layout, transports[rank], method, scale, backend)
             part = sharded.Inputs(*(shard(x, layout, rank) for x in inputs.map(torch.detach)))
             out, lse = sharded.forward(part, plan)
             return out, *sharded.backward(shard(d_out, layout, rank), part, out, lse, plan)
@@ -77,6 +85,8 @@ def simulate(inputs: Inputs, d_out, layout, method, backend=blocks, scale=None):
 
     with ThreadPoolExecutor(layout.ranks) as threads:
         results = zip(*threads.map(rank_main, range(layout.ranks)), strict=True)
+    if sent is not None:
+        sent.extend(transport.sent for transport in transports)
     names = ["out", *(f"d{name}" for name in inputs._fields[:6])]
     return {
         name: unshard(parts, layout)

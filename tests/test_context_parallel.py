@@ -234,6 +234,20 @@ def test_transfers_overlap_the_attention():
     ]
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_communication_is_what_the_formula_says(method):
+    """Catches tensors sent twice, or in more bytes than needed (path_backend/exchange.py)."""
+    layout = LAYOUTS["4, head-tail"]
+    B, HQ, H, D, DV, R, P, n = 2, 4, 2, 16, 8, 4, 2, 2 * 40
+    inputs = make_inputs(160, B=B, HQ=HQ, H=H, D=D, DV=DV, gate=True, dtype=torch.bfloat16)
+    sent = []
+    simulate(inputs, gradient_of_out(inputs), layout, method, sent=sent)
+    a = n * (H * (D + DV) * 2 + 4 * HQ)
+    g = n * (H * (D + DV) + HQ) * 4
+    m = B * P * (4 * H * D**2 + 8 * HQ)
+    assert sent == [(R - 1) * (2 * a + g + 3 * m)] * R
+
+
 def test_the_backward_computes_no_attention_inside_pieces():
     """Catches a backward that runs the forward's attention again to find the frames."""
 
