@@ -14,7 +14,7 @@ are those of its squares alone; the sweep's backward joins the levels.
 import triton
 import triton.language as tl
 
-from .attention_forward import diagonal_logits, load_gate, load_query_pair
+from .attention_forward import diagonal_logits, load_gate, load_keys, load_query_pair
 from .tiles import GATE_SPAN, RUNTIME, load_full_tile, load_tile, rows_of_level, store_tile
 
 
@@ -41,13 +41,15 @@ def delta_kernel(
 def query_gradient(
     dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, lo,
     hi, gate_q, gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq (without scale) and row sums of ds over the keys lo ... hi - 1."""
+    """dq (without scale) and row sums of ds over the keys lo ... hi - 1. WHOLE: no tile passes the
+    end T.
+    """
     for start in range(lo, hi, BLOCK_N):
-        k = load_full_tile(k_ptr, start, stride_kt, BLOCK_N, BLOCK_D, K_WIDTH)
-        v = load_full_tile(v_ptr, start, stride_vt, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
+        k = load_keys(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
+        v = load_keys(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
             keys = start + tl.arange(0, BLOCK_N)
@@ -57,6 +59,8 @@ def query_gradient(
         p = tl.math.exp2(s - lse[:, None])
         if HAS_DOC:
             p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], p, 0.0)
+        if not WHOLE:
+            p = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], p, 0.0)
         ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
         if HAS_GATE:
             row_sum += tl.sum(ds, 1)
@@ -176,7 +180,7 @@ def attention_dq_kernel(
                     dq, row_sum, q, d_out, lse, delta, k_levels_ptr + tl.cast(shift, tl.int64) *
                     BLOCK_D, v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half,
                     gate_q, gate_ref, first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V,
-                    BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
+                    BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
                 store_tile(dq_levels_ptr, here, BLOCK_D, end, dq * scale, BLOCK_M, BLOCK_D, BLOCK_D)
             row_base += rows_of_level(T, level, CHUNK)
@@ -184,7 +188,7 @@ def attention_dq_kernel(
         dq, row_sum = query_gradient(
             dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt,
             stride_vt, document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T,
-            logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC,
+            logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC,
             PRECISION,
         )  # fmt: skip
         store_tile(

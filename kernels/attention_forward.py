@@ -32,21 +32,41 @@ def softmax_step(acc, l_i, m_i, s, v, HAS_DOC: tl.constexpr, PRECISION: tl.const
 
 @triton.jit
 def load_gate(gate_ptr, offset_ptr, rows, first_row, T, gate_ref):
-    """Gate sums of the rows of one tile less the reference, in fp32: exact for near pairs."""
-    shift = (tl.load(offset_ptr + first_row // GATE_SPAN) - gate_ref).to(tl.float32)
-    return tl.load(gate_ptr + rows, mask=rows < T, other=0.0) + shift
+    """Gate sums of the rows of one tile less the reference, in fp32: exact for near pairs.
+
+    Without offsets the sums are taken as they are.
+    """
+    if offset_ptr is None:
+        return tl.load(gate_ptr + rows, mask=rows < T, other=0.0)
+    else:
+        shift = (tl.load(offset_ptr + first_row // GATE_SPAN) - gate_ref).to(tl.float32)
+        return tl.load(gate_ptr + rows, mask=rows < T, other=0.0) + shift
+
+
+@triton.jit
+def load_keys(
+    ptr, first_row, stride, T, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Tile of keys or values; zero from row T on unless WHOLE."""
+    if WHOLE:
+        return load_full_tile(ptr, first_row, stride, ROWS, COLS, WIDTH)
+    else:
+        return load_tile(ptr, first_row, stride, T, ROWS, COLS, WIDTH)
 
 
 @triton.jit
 def attend(
     acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, lo, hi, gate_q,
     gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Dense attention to the keys lo ... hi - 1 (whole tiles, all visible but for documents)."""
+    """Dense attention to the keys lo ... hi - 1, all visible but for documents. WHOLE: no tile
+    passes the end T.
+    """
     for start in range(lo, hi, BLOCK_N):
-        k = load_full_tile(k_ptr, start, stride_kt, BLOCK_N, BLOCK_D, K_WIDTH)
+        k = load_keys(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
             keys = start + tl.arange(0, BLOCK_N)
@@ -57,7 +77,9 @@ def attend(
             s = tl.where(
                 start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], s, float("-inf")
             )
-        v = load_full_tile(v_ptr, start, stride_vt, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
+        if not WHOLE:
+            s = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], s, float("-inf"))
+        v = load_keys(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
         acc, l_i, m_i = softmax_step(acc, l_i, m_i, s, v, HAS_DOC, PRECISION)
     return acc, l_i, m_i
 
@@ -176,15 +198,15 @@ def attention_forward_kernel(
                 acc, l_i, m_i = attend(
                     acc, l_i, m_i, q, k_levels_ptr + tl.cast(shift, tl.int64) * BLOCK_D, v_ptr,
                     gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref,
-                    first_key, T, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE,
-                    HAS_DOC, PRECISION,
+                    first_key, T, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True,
+                    HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
             row_base += rows_of_level(T, level, CHUNK)
     else:
         acc, l_i, m_i = attend(
             acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, document //
             BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T, scale, HEAD_DIM, BLOCK_D,
-            HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
+            HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip
 
     out = acc / l_i[:, None]

@@ -86,10 +86,16 @@ def chunk_inverse_kernel(
 def load_factors(
     w_ptr, beta_ptr, inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """W [C, D] and X [C, C] of one chunk; w_ptr and beta_ptr already point at the head."""
+    """W [C, D] and X [C, C] of one chunk; w_ptr and beta_ptr already point at the head.
+
+    WHOLE: the chunk may lie behind the last, where W and X are zero.
+    """
     w = load_tile(w_ptr, chunk * CHUNK, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
     rows = chunk * CHUNK + tl.arange(0, CHUNK)
     beta = tl.load(beta_ptr + rows * stride_bt, mask=rows < T, other=0.0)
+    if WHOLE:
+        chunk = tl.minimum(chunk, num_chunks - 1)
     inverse = load_square(inverse_ptr, head.to(tl.int64) * num_chunks + chunk, CHUNK)
     return w, inverse * beta[None, :]

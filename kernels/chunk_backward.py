@@ -238,9 +238,10 @@ def chunk_product_backward_kernel(
     # the block of two chunks: without one, dP reads as zero
     d_product_ptr += (head * num_blocks + pair) * BLOCK_D * BLOCK_D
     d_limit = tl.where(pair < num_blocks, BLOCK_D, 0)
-    sibling = tl.minimum(2 * pair + 1 - RIGHT, num_chunks - 1)
+    # a sibling behind the last chunk: W and beta read as zero
+    sibling = 2 * pair + 1 - RIGHT
     second = sibling * CHUNK
-    xs = load_matrix(inverse_ptr, head * num_chunks + sibling, CHUNK)
+    xs = load_matrix(inverse_ptr, head * num_chunks + tl.minimum(sibling, num_chunks - 1), CHUNK)
     xs *= load_beta(beta_ptr, second, stride_bt, T, CHUNK)[None, :]
     overlap = contract(
         w_ptr, first, stride_wt, T, w_ptr, second, stride_wt, T,

@@ -28,10 +28,33 @@ class Frames:
     """The transformed inputs of one group of heads: factors, products, and q, k of every level."""
 
     inverse: Tensor  # [B, H, N, C, C] fp32, M^-1 of each chunk
-    products: Tensor  # [B, H, blocks, BLOCK_D, BLOCK_D] fp32, levels 1 ... num_levels - 2
+    products: Tensor  # [B, H, blocks, BLOCK_D, BLOCK_D] fp32, of tiles.product_levels
     q_levels: Tensor  # [B, HQ, rows, BLOCK_D]
     k_levels: Tensor  # [B, H, rows, BLOCK_D]
     local: Tensor  # [B, HQ, N, C, C] fp32
+
+
+@dataclass
+class Ends:
+    """What other pieces see of a piece: its queries at its start, its keys at its end, its product.
+
+    Or the gradients of these, q_start and k_end then in fp32.
+    """
+
+    q_start: Tensor  # [B, T, HQ, D]
+    k_end: Tensor  # [B, T, H, D]
+    product: Tensor  # [B, H, D, D] fp32
+
+    @staticmethod
+    def empty(x: Inputs) -> "Ends":
+        B, _, H, D = x.k.shape
+        product = torch.empty(B, H, D, D, dtype=torch.float32, device=x.k.device)
+        return Ends(x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), product)
+
+    def part(self, batch: slice, heads: slice, queries: slice) -> "Ends":
+        return Ends(
+            self.q_start[batch, :, queries], self.k_end[batch, :, heads], self.product[batch, heads]
+        )
 
 
 def _factor_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
@@ -57,18 +80,23 @@ def _sweep_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
         "product_ptr": frames.products,
         "num_levels": tiles.num_levels(T),
         "total_rows": tiles.total_rows(T),
-        "total_blocks": tiles.total_blocks(T),
+        "total_blocks": tiles.total_blocks(T, x.whole),
+        "WHOLE": x.whole,
         "HAS_DOC": x.document_start is not None,
         **config.SWEEP_OPTIONS,
     }
 
 
-def make_frames(x: Inputs) -> Frames:
-    """Chunk transform, tree of products, sweep of queries and keys."""
+def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
+    """Chunk transform, tree of products, sweep of queries and keys; those of a piece into `ends`.
+
+    A piece moves all of its tokens to its ends, so that documents skip nothing here.
+    """
+    x = x.without_documents() if x.whole else x
     B, T, HQ, D = x.q.shape
     H, width = x.k.shape[2], x.width
-    chunks, levels = triton.cdiv(T, CHUNK), tiles.num_levels(T)
-    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T)
+    chunks = triton.cdiv(T, CHUNK)
+    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T, x.whole)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": x.q.device}
     frames = Frames(
         torch.empty(B, H, chunks, CHUNK, CHUNK, **fp32),
@@ -80,9 +108,10 @@ def make_frames(x: Inputs) -> Frames:
     factors = _factor_arguments(x, frames)
     side = min(width, config.PRODUCT_TILE)
     chunk_inverse_kernel[(chunks, B * H)](**factors, H=H, SOLVE=config.SOLVE, num_warps=4)
-    base = 0
-    for level in range(1, levels - 1):
-        count = tiles.level_blocks(T, level)
+    base = child = 0
+    for level in tiles.product_levels(T, x.whole):
+        count = tiles.level_blocks(T, level, x.whole)
+        stored = tiles.stored_blocks(T, level, x.whole)
         if level == 1:
             block_product_kernel[(count, B * H, width // side)](
                 **factors,
@@ -90,9 +119,9 @@ def make_frames(x: Inputs) -> Frames:
                 H=H,
                 total_blocks=blocks,
                 COLS=side,
+                WHOLE=x.whole,
             )
         else:
-            child = base - tiles.level_blocks(T, level - 1)
             tree_kernel[(count, B * H, (width // side) ** 2)](
                 product_ptr=frames.products,
                 child_base=child,
@@ -102,7 +131,10 @@ def make_frames(x: Inputs) -> Frames:
                 TILE=side,
                 PRECISION=x.precision,
             )
-        base += count
+        if stored > count:
+            frames.products[:, :, base + count] = torch.eye(width, device=x.q.device)
+        child, base = base, base + stored
+    q_start, k_end = (None, None) if ends is None else (ends.q_start, ends.k_end)
     sweep = _sweep_arguments(x, frames)
     query_sweep_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
         **sweep,
@@ -111,7 +143,8 @@ def make_frames(x: Inputs) -> Frames:
         levels_ptr=frames.q_levels,
         local_ptr=frames.local,
         start_ptr=x.document_start,
-        **strides(("q", x.q), ("k", x.k)),
+        q_start_ptr=q_start,
+        **strides(("q", x.q), ("k", x.k), ("e", q_start)),
         HQ=HQ,
         GROUP=x.group,
     )
@@ -120,9 +153,12 @@ def make_frames(x: Inputs) -> Frames:
         k_ptr=x.k,
         levels_ptr=frames.k_levels,
         end_ptr=x.document_end,
-        **strides(("k", x.k)),
+        k_end_ptr=k_end,
+        **strides(("k", x.k), ("e", k_end)),
         H=H,
     )
+    if ends is not None:
+        ends.product.copy_(frames.products[:, :, -1, :D, :D])
     return frames
 
 
@@ -136,34 +172,50 @@ def frames_backward(
     dk: Tensor,
     dw: Tensor | None,
     d_beta: Tensor | None,
+    d_ends: Ends | None = None,
 ) -> None:
-    """From the gradients of every level to those of q, k, w, beta."""
+    """From the gradients of every level, and of the ends of a piece, to those of q, k, w, beta."""
+    x = x.without_documents() if x.whole else x
     B, T, HQ, D = x.q.shape
     H, width = x.k.shape[2], x.width
     chunks, levels = triton.cdiv(T, CHUNK), tiles.num_levels(T)
-    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T)
+    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T, x.whole)
     side = min(width, config.PRODUCT_TILE)
     dq_start = dq_levels.new_empty(B, HQ, chunks, CHUNK, width)
     dk_end = dk_levels.new_empty(B, H, chunks, CHUNK, width)
+    from_start, from_end = (None, None) if d_ends is None else (d_ends.q_start, d_ends.k_end)
     sweep = _sweep_arguments(x, frames)
     query_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
         **sweep,
         levels_ptr=dq_levels,
         dq_start_ptr=dq_start,
         start_ptr=x.document_start,
+        incoming_ptr=from_start,
+        **strides(("e", from_start)),
         HQ=HQ,
         GROUP=x.group,
     )
     key_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * H)](
-        **sweep, levels_ptr=dk_levels, dk_end_ptr=dk_end, end_ptr=x.document_end, H=H
+        **sweep,
+        levels_ptr=dk_levels,
+        dk_end_ptr=dk_end,
+        end_ptr=x.document_end,
+        incoming_ptr=from_end,
+        **strides(("e", from_end)),
+        H=H,
     )
-    gradient, count = dq_levels, 0  # of the level above; none at the top, and never read
-    block_base = blocks
-    row_base = rows - tiles.level_rows(T, levels - 1) if levels else 0
-    for level in range(levels - 2, 0, -1):
-        parent, parents = gradient, count
-        count = tiles.level_blocks(T, level)
-        block_base -= count
+    # of the level above: none at the top (and never read), or that of the piece
+    gradient, stored, top = dq_levels, 0, levels - 1
+    if d_ends is not None:
+        gradient = torch.nn.functional.pad(d_ends.product, (0, width - D) * 2).to(dq_levels.dtype)
+        stored, top = 1, levels
+    block_base = blocks - stored
+    row_base = sum(tiles.level_rows(T, level) for level in range(top))
+    for level in range(top - 1, 0, -1):
+        parent, parents = gradient, stored
+        count = tiles.level_blocks(T, level, x.whole)
+        stored = tiles.stored_blocks(T, level, x.whole)
+        block_base -= stored
         row_base -= tiles.level_rows(T, level)
         shared = {
             "q_levels_ptr": frames.q_levels,
@@ -176,7 +228,7 @@ def frames_backward(
             "H": H,
             "level": level,
             "row_base": row_base,
-            "num_blocks": count,
+            "num_blocks": stored,
             "total_rows": rows,
             "GROUP": x.group,
             "BLOCK_D": width,
@@ -190,12 +242,12 @@ def frames_backward(
         partial = frames.products
         if splits > 1:
             partial = torch.empty(
-                B * H, count, splits, width, width, dtype=torch.float32, device=x.q.device
+                B * H, stored, splits, width, width, dtype=torch.float32, device=x.q.device
             )
             product_gradient_kernel[(count * splits, B * H, (width // side) ** 2)](
                 **shared, partial_ptr=partial, num_splits=splits, ROWS=tokens
             )
-        gradient = dq_levels.new_empty(B * H, count, width, width)
+        gradient = dq_levels.new_empty(B * H, stored, width, width)
         tree_backward_kernel[(count, B * H, (width // side) ** 2)](
             **shared,
             product_ptr=frames.products,
@@ -214,7 +266,8 @@ def frames_backward(
         scratch = torch.empty(
             B, HQ, chunks, 2, CHUNK, CHUNK, dtype=torch.float32, device=x.q.device
         )
-    if levels > 1:
+    has_product = x.whole or levels > 1
+    if has_product:
         dx = torch.empty_like(frames.inverse)
         for right, here, moved, group in (
             (0, frames.q_levels, dq_levels, x.group),
@@ -231,7 +284,7 @@ def frames_backward(
                 **strides(("dw", dw)),
                 H=H,
                 total_rows=rows,
-                num_blocks=count,
+                num_blocks=stored,
                 RIGHT=right,
                 GROUP=group,
                 num_warps=4,
@@ -252,6 +305,6 @@ def frames_backward(
         **strides(("q", x.q), ("k", x.k), ("dq", dq), ("dk", dk), ("dw", dw), ("db", d_beta)),
         H=H,
         GROUP=x.group,
-        HAS_PRODUCT=levels > 1,
+        HAS_PRODUCT=has_product,
         num_warps=4,
     )

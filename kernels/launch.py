@@ -1,22 +1,29 @@
-"""Forward and backward of the operator. The only module of the kernels that the operator calls.
+"""Forward and backward of the operator, and of one piece of a sequence that is cut into pieces. The
+only module of the kernels that operators call.
 
 Shapes: q [B, T, HQ, D], k and w [B, T, H, D], v [B, T, H, DV], beta [B, T, H] and log_gate [B, T,
 HQ] in fp32, document_start [B, T] int32. Last dimensions may have any stride; they are copied if it
 is not 1.
 """
 
-from typing import Any
-
 import torch
-import triton
 from torch import Tensor
 
-from . import config, tiles
-from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, delta_kernel
-from .attention_forward import attention_forward_kernel
-from .frames import Frames, frames_backward, make_frames
-from .inputs import LOG2_E, Inputs, dense, groups, padded, prepare, strides
-from .tiles import CHUNK
+from .attention import Gradients, backward, forward
+from .frames import Ends, make_frames
+from .inputs import dense, differentiable, groups, prepare
+from .rectangle import rectangle_backward, rectangle_forward
+
+__all__ = [
+    "attention_backward",
+    "attention_forward",
+    "block_backward",
+    "block_forward",
+    "block_frames",
+    "rectangle_backward",
+    "rectangle_forward",
+    "unsupported_reason",
+]
 
 MAX_HEAD_DIM = 128
 """Products P are D x D tiles held by one program."""
@@ -41,37 +48,6 @@ def unsupported_reason(
     return None
 
 
-def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
-    """What the three attention kernels share."""
-    T = x.q.shape[1]
-    return {
-        "q_ptr": x.q,
-        "k_ptr": x.k,
-        "v_ptr": x.v,
-        "q_levels_ptr": frames.q_levels if frames else x.q,
-        "k_levels_ptr": frames.k_levels if frames else x.k,
-        "local_ptr": frames.local if frames else x.q,
-        "gate_ptr": x.gate if x.gate is not None else x.q,
-        "offset_ptr": x.gate_offset if x.gate_offset is not None else x.q,
-        "start_ptr": x.document_start if x.document_start is not None else x.q,
-        **strides(("q", x.q), ("k", x.k), ("v", x.v)),
-        "T": T,
-        "HQ": x.q.shape[2],
-        "num_chunks": triton.cdiv(T, CHUNK),
-        "num_levels": tiles.num_levels(T),
-        "total_rows": tiles.total_rows(T),
-        "GROUP": x.group,
-        "CHUNK": CHUNK,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        **x.widths,
-        **x.value_widths,
-        **x.flags,
-    }
-
-
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -83,24 +59,8 @@ def attention_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out [B, T, HQ, DV] in q's dtype and the natural log-sum-exp [B, HQ, T] in fp32."""
-    B, T, HQ, _ = q.shape
-    out = q.new_empty(B, T, HQ, v.shape[3])
-    lse = torch.empty(B, HQ, T, dtype=torch.float32, device=q.device)
-    inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale)
-    for batch, heads in groups(inputs, backward=False):
-        x = inputs.part(batch, heads)
-        queries = slice(heads.start * x.group, heads.stop * x.group)
-        frames = None if w is None else make_frames(x)
-        tile = config.forward_tiles(q.dtype, max(x.width, padded(v.shape[3])))
-        part = out[batch, :, queries]
-        attention_forward_kernel[(triton.cdiv(T, tile.block_m), part.shape[0] * part.shape[2])](
-            **_attention_arguments(x, frames, tile),
-            out_ptr=part,
-            lse_ptr=lse[batch, queries],
-            **strides(("o", part)),
-            scale=scale * LOG2_E,
-        )
-    return out, lse
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    return out, forward(prepare(q, k, v, w, beta, log_gate, document_start, scale), out)
 
 
 def attention_backward(
@@ -115,111 +75,88 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv, dw, dbeta, dlog_gate; empty tensors where the input is absent.
-
-    fp16 inputs are differentiated in fp32 storage and tf32 products, which hold fp16 values
-    exactly: a mean loss over a million tokens has gradients of 1e-7, where fp16 has no digits left.
-    """
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, dw, dbeta, dlog_gate; None where the input is absent."""
     dtype = q.dtype
-    if dtype == torch.float16:
-        d_out, q, k, v, out = (t.float() for t in (d_out, q, k, v, out))
-        w = None if w is None else w.float()
-    d_out = dense(d_out)
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    dw = q.new_empty(0) if w is None else w.new_empty(w.shape)
-    d_beta = lse.new_empty(0) if beta is None else lse.new_empty(beta.shape)
-    row_sum = col_sum = lse
-    if log_gate is not None:
-        row_sum, col_sum = torch.empty_like(lse), torch.empty_like(lse)
+    q, k, v = (differentiable(x) for x in (q, k, v))
+    w = None if w is None else differentiable(w)
     inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale)
-    for batch, heads in groups(inputs, backward=True):
-        queries = slice(heads.start * inputs.group, heads.stop * inputs.group)
-        _backward_group(
-            inputs.part(batch, heads),
-            d_out[batch, :, queries],
-            out[batch, :, queries],
-            lse[batch, queries],
-            dq[batch, :, queries],
-            dk[batch, :, heads],
-            dv[batch, :, heads],
-            None if w is None else dw[batch, :, heads],
-            None if beta is None else d_beta[batch, :, heads],
-            row_sum[batch, queries],
-            col_sum[batch, queries],
-        )
-    d_gate = lse.new_empty(0)
-    if log_gate is not None:
-        # fp64: the suffix sum of a million signed terms; reversed as total minus prefix
-        d_sum = (row_sum - col_sum).double()
-        d_gate = (
-            (d_sum.sum(-1, keepdim=True) - d_sum.cumsum(-1) + d_sum)
-            .float()
-            .transpose(1, 2)
-            .contiguous()
-        )
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype), dw.to(dtype), d_beta, d_gate
+    grads = Gradients.empty(inputs)
+    backward(inputs, d_out, out, lse, grads)
+    *vectors, d_beta, d_gate = grads.of_inputs()
+    return *(None if x is None else x.to(dtype) for x in vectors), d_beta, d_gate
 
 
-def _backward_group(
-    x: Inputs,
+def block_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_gate: Tensor | None,
+    document_start: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """One piece of a longer sequence: attention inside it, and what other pieces need of it.
+
+    out [B, T, HQ, DV] and lse [B, HQ, T] in fp32; q_start = H_1 ... H_i q_i and k_end =
+    (H_{j+1} ... H_T)^T k_j in the dtype of q; product = H_1 ... H_T [B, H, D, D] in fp32. Without
+    reflections these are q, k, None.
+    """
+    inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale, whole=w is not None)
+    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
+    if w is None:
+        return out, forward(inputs, out), q, k, None
+    ends = Ends.empty(inputs)
+    return out, forward(inputs, out, ends), ends.q_start, ends.k_end, ends.product
+
+
+def block_frames(
+    q: Tensor, k: Tensor, w: Tensor | None, beta: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The last three results of `block_forward`, without its attention."""
+    if w is None:
+        return q, k, None
+    inputs = prepare(q, k, k, w, beta, None, None, 1.0, whole=True)
+    ends = Ends.empty(inputs)
+    for group in groups(inputs, backward=False):
+        make_frames(inputs.part(*group), ends.part(*group))
+    return ends.q_start, ends.k_end, ends.product
+
+
+def block_backward(
     d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_gate: Tensor | None,
+    document_start: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dw: Tensor | None,
-    d_beta: Tensor | None,
-    row_sum: Tensor,
-    col_sum: Tensor,
-) -> None:
-    B, T, HQ, D = x.q.shape
-    H, width = x.k.shape[2], x.width
-    frames = None if x.w is None else make_frames(x)
-    delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(T, 64), B * HQ)](
-        out,
-        d_out,
-        delta,
-        **strides(("o", out), ("g", d_out)),
-        T=T,
-        HQ=HQ,
-        BLOCK_M=64,
-        **x.value_widths,
-    )
-    dq_levels = dk_levels = d_local = dq
-    if frames:
-        dq_levels, dk_levels = torch.empty_like(frames.q_levels), torch.empty_like(frames.k_levels)
-        d_local = torch.empty_like(frames.local, dtype=x.q.dtype)
-    shared = {
-        "lse_ptr": lse,
-        "delta_ptr": delta,
-        "d_out_ptr": d_out,
-        "scale": x.scale,
-        **strides(("g", d_out)),
-    }
-    block = max(width, padded(x.v.shape[3]))
-    tile = config.query_tiles(x.q.dtype, block)
-    attention_dq_kernel[(triton.cdiv(T, tile.block_m), B * HQ)](
-        **_attention_arguments(x, frames, tile),
-        **shared,
-        **strides(("dq", dq)),
-        dq_ptr=dq,
-        dq_levels_ptr=dq_levels,
-        d_local_ptr=d_local,
-        row_sum_ptr=row_sum,
-    )
-    tile = config.key_tiles(x.q.dtype, block)
-    attention_dkdv_kernel[(triton.cdiv(T, tile.block_n), B * H)](
-        **_attention_arguments(x, frames, tile),
-        **shared,
-        **strides(("dk", dk), ("dv", dv)),
-        end_ptr=x.document_end if x.document_end is not None else x.q,
-        dk_ptr=dk,
-        dv_ptr=dv,
-        dk_levels_ptr=dk_levels,
-        col_sum_ptr=col_sum,
-    )
-    if frames:
-        frames_backward(x, frames, dq_levels, dk_levels, d_local, dq, dk, dw, d_beta)
+    scale: float,
+    dq_start: Tensor,
+    dk_end: Tensor,
+    d_product: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """As `attention_backward`, of one piece. dv, and without reflections dq and dk, are in fp32;
+    others are too for fp16 inputs.
+
+    out and lse are those over all pieces; dq_start, dk_end, d_product are what comes from other
+    pieces, in fp32. dv and dlog_gate are those of the pairs inside the piece.
+    """
+    q, k, v = (differentiable(x) for x in (q, k, v))
+    w = None if w is None else differentiable(w)
+    inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale, whole=w is not None)
+    grads = Gradients.empty(inputs)
+    grads.v = torch.empty_like(grads.v, dtype=torch.float32)
+    if d_product is None:
+        grads.q, grads.k = (torch.empty_like(x, dtype=torch.float32) for x in (grads.q, grads.k))
+        backward(inputs, d_out, out, lse, grads)
+        grads.q += dq_start
+        grads.k += dk_end
+    else:
+        d_ends = Ends(dense(dq_start), dense(dk_end), d_product)
+        backward(inputs, d_out, out, lse, grads, d_ends)
+    return grads.of_inputs()

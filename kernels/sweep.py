@@ -8,6 +8,10 @@ carries them.
 A program owns the queries (or keys) of one or two chunks and carries them in fp32 through every
 level, so that each stored level is rounded once. Level 0 moves by the chunk's factors W, X; higher
 levels by D x D products.
+
+WHOLE: the tokens are a piece of a longer sequence. Its own product is made, blocks cut off by its
+end have products too (missing tokens reflect nothing), and the sweeps may carry queries to its
+start and keys to its end.
 """
 
 import triton
@@ -16,6 +20,7 @@ import triton.language as tl
 from .chunk import load_factors
 from .tiles import (
     RUNTIME,
+    blocks_of_level,
     dot,
     load_square,
     load_tile,
@@ -31,7 +36,8 @@ from .tiles import (
 def block_product_kernel(
     w_ptr, beta_ptr, inverse_ptr, product_ptr, stride_wb, stride_wt, stride_wh, stride_bb,
     stride_bt, stride_bh, T, H, num_chunks, total_blocks, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """COLS columns of level 1: P = I - W0^T X0 (W0 - W0 W1^T X1 W1) - W1^T X1 W1 of two chunks."""
     block, head, c0 = tl.program_id(0), tl.program_id(1), tl.program_id(2) * COLS
@@ -65,13 +71,18 @@ def block_product_kernel(
         HEAD_DIM,
         BLOCK_D,
         CHUNK,
+        WHOLE,
     )
     rows = 2 * block * CHUNK + tl.arange(0, CHUNK)
     cols = c0 + tl.arange(0, COLS)
     pointers = w_ptr + rows.to(tl.int64)[:, None] * stride_wt + cols[None, :]
-    mask = (cols < HEAD_DIM)[None, :]
-    w0_cols = tl.load(pointers, mask=mask, other=0.0)
-    w1_cols = tl.load(pointers + CHUNK * stride_wt, mask=mask, other=0.0)
+    mask0 = (cols < HEAD_DIM)[None, :]
+    mask1 = mask0
+    if WHOLE:
+        mask0 = mask0 & (rows < T)[:, None]
+        mask1 = mask1 & (rows + CHUNK < T)[:, None]
+    w0_cols = tl.load(pointers, mask=mask0, other=0.0)
+    w1_cols = tl.load(pointers + CHUNK * stride_wt, mask=mask1, other=0.0)
     r1 = dot(x1, w1_cols, PRECISION)
     overlap = dot(w0, tl.trans(w1), PRECISION)
     r0 = dot(x0, w0_cols, PRECISION) - dot(dot(x0, overlap, PRECISION), r1, PRECISION)
@@ -106,13 +117,14 @@ def tree_kernel(
 @triton.jit(do_not_specialize=RUNTIME)
 def query_sweep_kernel(
     q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, local_ptr, start_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt,
-    stride_wh, stride_bb, stride_bt, stride_bh, T, HQ, num_chunks, num_levels, total_rows,
-    total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    q_start_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb,
+    stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, stride_eb, stride_et, stride_eh, T, HQ,
+    num_chunks, num_levels, total_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, HAS_DOC: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Local logits [C, C] (fp32, unscaled) of one or two chunks, and their queries at every level
-    where they lie right.
+    where they lie right; with q_start_ptr also at the start of the piece.
     """
     first, q_head = tl.program_id(0) * ROWS, tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
@@ -159,6 +171,7 @@ def query_sweep_kernel(
     document = 0
     if HAS_DOC:
         document = tl.load(start_ptr + b * T + pair * CHUNK)
+    top = num_levels - 1 if q_start_ptr is None else num_levels
     row_base = rows_of_level(T, 0, CHUNK)
     block_base = head.to(tl.int64) * total_blocks
     for level in range(1, num_levels):
@@ -167,21 +180,27 @@ def query_sweep_kernel(
         if (block % 2 == 1) & (block * half > document):
             here = row_base + block // 2 * half + first % half
             store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
-            if level < num_levels - 1:
+            if level < top:
                 product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
                 t = product_dot(t, product, True, PRECISION)
         row_base += rows_of_level(T, level, CHUNK)
-        block_base += T // half
+        block_base += blocks_of_level(T, half, WHOLE)
+    if q_start_ptr is not None:
+        q_start_ptr += b * stride_eb + hq * stride_eh
+        store_tile(q_start_ptr, first, stride_et, T, t, ROWS, BLOCK_D, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def key_sweep_kernel(
-    k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, end_ptr, stride_kb, stride_kt,
-    stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, T, H, num_chunks,
-    num_levels, total_rows, total_blocks, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, end_ptr, k_end_ptr, stride_kb,
+    stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
+    stride_eb, stride_et, stride_eh, T, H, num_chunks, num_levels, total_rows, total_blocks,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    HAS_DOC: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys of one or two chunks at every level where they lie left of a block that has a token."""
+    """Keys of one or two chunks at every level where they lie left of a block that has a token;
+    with k_end_ptr also at the end of the piece.
+    """
     first, head = tl.program_id(0) * ROWS, tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     w_ptr += b * stride_wb + h * stride_wh
@@ -190,7 +209,7 @@ def key_sweep_kernel(
     rows = first + tl.arange(0, ROWS)
     col = tl.arange(0, CHUNK)
     pair = first // (2 * CHUNK) * 2
-    if (pair + 1) * CHUNK < T:
+    if ((pair + 1) * CHUNK < T) | (k_end_ptr is not None):
         k = load_tile(
             k_ptr + b * stride_kb + h * stride_kh, first, stride_kt, T, ROWS, BLOCK_D, HEAD_DIM
         )
@@ -200,7 +219,7 @@ def key_sweep_kernel(
             if chunk * CHUNK >= first // CHUNK * CHUNK:
                 w, x = load_factors(
                     w_ptr, beta_ptr, inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T,
-                    HEAD_DIM, BLOCK_D, CHUNK,
+                    HEAD_DIM, BLOCK_D, CHUNK, WHOLE,
                 )  # fmt: skip
                 meets = rows[:, None] < chunk * CHUNK + col[None, :]
                 e = dot(tl.where(meets, dot(t, tl.trans(w), PRECISION), 0.0), x, PRECISION)
@@ -208,6 +227,8 @@ def key_sweep_kernel(
                 if step == 0:
                     level = levels_ptr + (rows - pair // 2 * CHUNK)[:, None] * BLOCK_D
                     own = (rows // CHUNK == chunk)[:, None]
+                    if WHOLE:
+                        own = own & ((pair + 1) * CHUNK < T)
                     tl.store(
                         level + tl.arange(0, BLOCK_D)[None, :],
                         t.to(levels_ptr.dtype.element_ty),
@@ -216,17 +237,22 @@ def key_sweep_kernel(
         reach = T  # no query at or after this position attends to the tile
         if HAS_DOC:
             reach = tl.load(end_ptr + b * T + tl.minimum((pair + 2) * CHUNK, T) - 1)
+        top = num_levels - 1 if k_end_ptr is None else num_levels
         row_base = rows_of_level(T, 0, CHUNK)
         block_base = head.to(tl.int64) * total_blocks
         for level in range(1, num_levels):
             half = CHUNK << level
             block = first // half
             right = (block + 1) * half
+            last = right if WHOLE else right + half
             if (block % 2 == 0) & (right < reach):
                 here = row_base + block // 2 * half + first % half
                 store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
-                if (level < num_levels - 1) & (right + half <= T):
+                if (level < top) & (last <= T):
                     product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
                     t = product_dot(t, product, False, PRECISION)
             row_base += rows_of_level(T, level, CHUNK)
-            block_base += T // half
+            block_base += blocks_of_level(T, half, WHOLE)
+        if k_end_ptr is not None:
+            k_end_ptr += b * stride_eb + h * stride_eh
+            store_tile(k_end_ptr, first, stride_et, T, t, ROWS, BLOCK_D, HEAD_DIM)

@@ -6,6 +6,8 @@ The gradient of a moved tile at level l is that of its square plus what comes ba
     left block:   k+ = P_right^T k     dk = dk_square + P_right dk+       dP_right += k dk+^T
     P = P_left P_right                 dP_left += dP P_right^T            dP_right += P_left^T dP
 
+WHOLE: dq at the start of the piece, dk at its end and dP of the piece come from other pieces.
+
 The sweeps overwrite dq_square (dk_square) of every level by dq+ (dk+) of the same rows, from which
 the products' gradients are then reduced in a fixed order.
 """
@@ -16,6 +18,7 @@ import triton.language as tl
 from .chunk import load_factors
 from .tiles import (
     RUNTIME,
+    blocks_of_level,
     dot,
     load_square,
     load_tile,
@@ -28,12 +31,16 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def query_sweep_backward_kernel(
-    w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, dq_start_ptr, start_ptr, stride_wb,
-    stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, T, HQ, num_chunks, num_levels,
-    total_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, dq_start_ptr, start_ptr, incoming_ptr,
+    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, stride_eb, stride_et,
+    stride_eh, T, HQ, num_chunks, num_levels, total_rows, total_blocks, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    HAS_DOC: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one or two chunks' q_start; on the way dq_square -> dq+ in the levels."""
+    """Gradient of one or two chunks' q_start; on the way dq_square -> dq+ in the levels.
+
+    `incoming`: the gradient of the queries at the start of the piece.
+    """
     first, q_head = tl.program_id(0) * ROWS, tl.program_id(1)
     b, h = (q_head // HQ).to(tl.int64), q_head % HQ // GROUP
     head = ((q_head // HQ) * (HQ // GROUP) + h).to(tl.int64)
@@ -43,22 +50,29 @@ def query_sweep_backward_kernel(
     document = 0
     if HAS_DOC:
         document = tl.load(start_ptr + b * T + pair * CHUNK)
-    t = tl.zeros([ROWS, BLOCK_D], tl.float32)
     row_base = total_rows
     block_base = head * total_blocks + total_blocks
+    if WHOLE:
+        top = num_levels
+        block_base -= 1  # that of the piece
+        incoming_ptr += b * stride_eb + (q_head % HQ) * stride_eh
+        t = load_tile(incoming_ptr, first, stride_et, T, ROWS, BLOCK_D, HEAD_DIM).to(tl.float32)
+    else:
+        top = num_levels - 1
+        t = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for step in range(1, num_levels):
         level = num_levels - step
         half = CHUNK << level
         block = first // half
         row_base -= rows_of_level(T, level, CHUNK)
-        if level < num_levels - 1:
-            block_base -= T // half
+        if level < top:
+            block_base -= blocks_of_level(T, half, WHOLE)
         if (block % 2 == 1) & (block * half > document):
             here = row_base + block // 2 * half + first % half
             square = load_tile(levels_ptr, here, BLOCK_D, total_rows, ROWS, BLOCK_D, BLOCK_D).to(
                 tl.float32
             )
-            if level < num_levels - 1:
+            if level < top:
                 store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
                 product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
                 t = product_dot(t, product, False, PRECISION)
@@ -87,12 +101,16 @@ def query_sweep_backward_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def key_sweep_backward_kernel(
-    w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, dk_end_ptr, end_ptr, stride_wb,
-    stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, T, H, num_chunks, num_levels, total_rows,
-    total_blocks, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, dk_end_ptr, end_ptr, incoming_ptr,
+    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, stride_eb, stride_et,
+    stride_eh, T, H, num_chunks, num_levels, total_rows, total_blocks, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, HAS_DOC: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one or two chunks' k_end; on the way dk_square -> dk+ in the levels."""
+    """Gradient of one or two chunks' k_end; on the way dk_square -> dk+ in the levels.
+
+    `incoming`: the gradient of the keys at the end of the piece.
+    """
     first, head = tl.program_id(0) * ROWS, tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     head = head.to(tl.int64)
@@ -101,23 +119,31 @@ def key_sweep_backward_kernel(
     reach = T
     if HAS_DOC:
         reach = tl.load(end_ptr + b * T + tl.minimum((pair + 2) * CHUNK, T) - 1)
-    t = tl.zeros([ROWS, BLOCK_D], tl.float32)
     row_base = total_rows
     block_base = head * total_blocks + total_blocks
+    if WHOLE:
+        top = num_levels
+        block_base -= 1  # that of the piece
+        incoming_ptr += b * stride_eb + h * stride_eh
+        t = load_tile(incoming_ptr, first, stride_et, T, ROWS, BLOCK_D, HEAD_DIM).to(tl.float32)
+    else:
+        top = num_levels - 1
+        t = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for step in range(1, num_levels):
         level = num_levels - step
         half = CHUNK << level
         block = first // half
         right = (block + 1) * half
+        last = right if WHOLE else right + half
         row_base -= rows_of_level(T, level, CHUNK)
-        if level < num_levels - 1:
-            block_base -= T // half
+        if level < top:
+            block_base -= blocks_of_level(T, half, WHOLE)
         if (block % 2 == 0) & (right < reach):
             here = row_base + block // 2 * half + first % half
             square = load_tile(levels_ptr, here, BLOCK_D, total_rows, ROWS, BLOCK_D, BLOCK_D).to(
                 tl.float32
             )
-            if (level < num_levels - 1) & (right + half <= T):
+            if (level < top) & (last <= T):
                 store_tile(levels_ptr, here, BLOCK_D, total_rows, t, ROWS, BLOCK_D, BLOCK_D)
                 product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
                 t = product_dot(t, product, True, PRECISION)

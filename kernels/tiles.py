@@ -17,7 +17,7 @@ GATE_SPAN = tl.constexpr(128)
 """Tokens per fp64 offset of the gate's running sum; a multiple of every attention tile."""
 
 RUNTIME = """
-T H HQ num_chunks num_levels total_rows total_blocks num_blocks num_splits num_parents level
+T TQ TK H HQ num_chunks num_levels total_rows total_blocks num_blocks num_splits num_parents level
 row_base block_base child_base parent_base
 stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh
 """.split()
@@ -43,14 +43,31 @@ def total_rows(seq_len: int) -> int:
     return sum(level_rows(seq_len, level) for level in range(num_levels(seq_len)))
 
 
-def level_blocks(seq_len: int, level: int) -> int:
-    """Blocks of a level whose product P is read: the complete ones."""
-    return seq_len // (CHUNK << level)
+def product_levels(seq_len: int, whole: bool) -> range:
+    """Levels whose products are stored; chunks keep their factors.
+
+    A whole piece has them up to the root. Otherwise nothing moves after the last level.
+    """
+    levels = num_levels(seq_len)
+    return range(1, max(levels, 1) + 1) if whole else range(1, levels - 1)
 
 
-def total_blocks(seq_len: int) -> int:
-    """Stored products of one head, levels 1 ... num_levels - 2; chunks keep their factors."""
-    return sum(level_blocks(seq_len, level) for level in range(1, num_levels(seq_len) - 1))
+def level_blocks(seq_len: int, level: int, whole: bool) -> int:
+    """Blocks of a level whose product P is read: the complete ones, all of a whole piece."""
+    size = CHUNK << level
+    return (seq_len + size - 1) // size if whole else seq_len // size
+
+
+def stored_blocks(seq_len: int, level: int, whole: bool) -> int:
+    """Products stored of a level: in a whole piece the last has a sibling, if only an identity."""
+    blocks = level_blocks(seq_len, level, whole)
+    return blocks + blocks % 2 if whole and blocks > 1 else blocks
+
+
+def total_blocks(seq_len: int, whole: bool) -> int:
+    """Stored products of one head; that of a whole piece itself is the last."""
+    levels = product_levels(seq_len, whole)
+    return sum(stored_blocks(seq_len, level, whole) for level in levels)
 
 
 @triton.jit
@@ -58,6 +75,15 @@ def rows_of_level(seq_len, level, CHUNK: tl.constexpr):
     """`level_rows` on the device."""
     half = CHUNK << level
     return (seq_len + half - 1) // (2 * half) * half
+
+
+@triton.jit
+def blocks_of_level(seq_len, half, WHOLE: tl.constexpr):
+    """`stored_blocks` on the device, of blocks of `half` tokens below the root."""
+    if WHOLE:
+        return tl.cdiv(seq_len, 2 * half) * 2
+    else:
+        return seq_len // half
 
 
 @triton.jit
