@@ -207,7 +207,8 @@ def frames_backward(
     # of the level above: none at the top (and never read), or that of the piece
     gradient, stored, top = dq_levels, 0, levels - 1
     if d_ends is not None:
-        gradient = torch.nn.functional.pad(d_ends.product, (0, width - D) * 2).to(dq_levels.dtype)
+        gradient = dq_levels.new_zeros(B, H, width, width)
+        gradient[..., :D, :D] = d_ends.product
         stored, top = 1, levels
     block_base = blocks - stored
     row_base = sum(tiles.level_rows(T, level) for level in range(top))
