@@ -27,6 +27,7 @@ from torchtitan.tools.logging import logger
 from path_backend.integration import checkpoint, metrics, pipeline, tasks
 from path_backend.integration.model import PathArgs, args_with_attention, build_model
 from path_backend.integration.tensor_parallel import apply_tensor_parallel
+from path_backend.integration.tokenizer import with_hub_tokenizer
 
 MODELS = ("llama3", "qwen3")
 
@@ -44,7 +45,7 @@ def register() -> None:
 
 def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
     """A spec that trains `spec`'s model with the attention that the job asks for, and on tasks."""
-    spec = tasks.with_tasks(spec)
+    spec = tasks.with_tasks(with_hub_tokenizer(spec))
     parallelize = spec.parallelize_fn
     if isinstance(parallelize, _Guard):  # from torchtitan's look-up
         parallelize = parallelize.stock
@@ -106,9 +107,9 @@ class _LazyTrainSpec:
         spec = dataclasses.replace(spec, pipelining_fn=spec.pipelining_fn or pipeline_llm)
         wrapped = wrap_train_spec(spec)
         if self._name == "llama3":
-            from path_backend.integration.task_flavors import task_flavors
+            from path_backend.integration.flavors import flavors
 
-            wrapped.model_args.update(task_flavors())
+            wrapped.model_args.update(flavors())
         return wrapped
 
     def __getattr__(self, attribute: str) -> Any:

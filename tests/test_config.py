@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +20,7 @@ from torchtitan.protocols import train_spec as registry
 from torchtitan.tools import utils
 
 from path_backend.integration import cpu, job_config, train_spec
+from path_backend.integration.dataset import TOKENIZER_DIR
 from path_backend.integration.flops import transform_flops_per_token
 from path_backend.integration.model import ATTENTIONS
 
@@ -58,14 +60,12 @@ def configured_args(job, flavor="debugmodel"):
 def test_configs_parse(config):
     """A shipped file with a key or a value that torchtitan or this package does not take."""
     job = parse(config=config)
-    if job.training.dataset == config.stem:  # a task
+    if config.stem.startswith(job.model.name):
+        assert config.stem.endswith(f"_{job.model.attention}")
+    else:  # of an experiment, which overrides it
         assert job.model.attention == "path"
-        args = registry.get_train_spec(job.model.name).model_args[job.model.flavor]
-        args.update_from_config(job)
-    else:
-        assert config.stem.endswith(job.model.attention)
-        assert config.stem.startswith(job.model.name)
-        args = configured_args(job, job.model.flavor)
+    args = copy.deepcopy(registry.get_train_spec(job.model.name).model_args[job.model.flavor])
+    args.update_from_config(job)
     json.dumps(asdict(args))  # the trainer logs them so
 
 
@@ -77,6 +77,39 @@ def test_debug_configs_differ_by_few_lines():
             lines = list(difflib.unified_diff(base, config.read_text().splitlines(), n=0))
             changed = [line for line in lines if line.startswith("+") and line[1:2] != "+"]
             assert len(changed) <= 5, config
+
+
+@pytest.mark.parametrize("attention", ["path", "path_fox"])
+def test_760m_is_the_setting_of_the_paper(attention):
+    """A batch, schedule or size that is not the one whose results are compared."""
+    job = parse(config=ROOT / "configs" / f"llama3_760m_{attention}.toml")
+    step = job.training.global_batch_size * job.training.seq_len
+    assert step == pytest.approx(2e6, rel=0.05) and job.training.seq_len == 4096
+    assert step * job.training.steps == pytest.approx(50e9, rel=1e-3)
+    assert step * job.lr_scheduler.warmup_steps == pytest.approx(1e9, rel=2e-3)
+    assert job.optimizer.lr * job.lr_scheduler.min_lr_factor == pytest.approx(3e-5)
+    spec = registry.get_train_spec("llama3")
+    args = copy.deepcopy(spec.model_args["760M"])
+    args.update_from_config(job)
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    assert 740e6 < sum(p.numel() for p in model.parameters()) < 800e6
+
+
+@pytest.mark.parametrize("path", ["hf://owner/name", "integration/assets/tokenizer"])
+def test_tokenizer_of_the_hub(monkeypatch, path):
+    """Weights downloaded with the tokenizer, or a folder looked for in the Hub."""
+    calls = []
+
+    def download(name, allow_patterns):
+        calls.append((name, allow_patterns))
+        return str(TOKENIZER_DIR)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    job = parse(f"--model.hf_assets_path={path}")
+    tokenizer = registry.get_train_spec("llama3").build_tokenizer_fn(job)
+    assert tokenizer.get_vocab_size() == 2048
+    assert calls == ([("owner/name", ["tokenizer*"])] if "hf:" in path else [])
 
 
 def test_command_line_wins():

@@ -14,7 +14,7 @@ from torchtitan.protocols import train_spec as registry
 from trainer import ROOT, TrainerError, train
 
 from path_backend.integration import tasks
-from path_backend.integration.task_flavors import LAYERS, WIDTHS
+from path_backend.integration.flavors import LAYERS, WIDTHS
 from path_backend.integration.train_spec import wrap_train_spec
 from path_backend.tasks import IGNORE_INDEX, FlipFlop, Mqrar
 
