@@ -30,6 +30,7 @@ from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import TrainSpec
 
 from path_backend import tasks
+from path_backend.integration.task_error import log_errors
 from path_backend.tasks import A5WordProblem, FlipFlop, Mqrar, Stream, Task
 
 assert IGNORE_INDEX == tasks.IGNORE_INDEX
@@ -224,7 +225,7 @@ def _build_validator(
     build_text = validate.build_text_validation_dataloader
     validate.build_text_validation_dataloader = _build_validation_dataloader
     try:
-        return stock(job_config=job_config, **kwargs)
+        return log_errors(stock(job_config=job_config, **kwargs))
     finally:
         validate.build_text_validation_dataloader = build_text
 
