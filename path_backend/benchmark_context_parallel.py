@@ -105,23 +105,20 @@ def clock(
     """Times of both steps, communication of the second, its peak memory. Every rank calls; one
     without steps waits.
     """
-    times = [timed(step, repetitions) for step in steps or (None, None)]
-    peak, communication = 0.0, [0.0, 0.0]
-    if steps is not None:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        steps[1]()
-        peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-        communication = communication_of(steps[1])
-    total = torch.tensor(communication, device="cuda")
+    forward, both = steps or (lambda: None, lambda: None)
+    times = [timed(forward, repetitions), timed(both, repetitions)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    both()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    total = torch.tensor(communication_of(both), device="cuda")
     dist.all_reduce(total)
     largest = torch.tensor(peak, device="cuda")
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return times, (total / dist.get_world_size()).tolist(), largest.item()
 
 
-def timed(step: Step | None, repetitions: int) -> float:
+def timed(step: Step, repetitions: int) -> float:
     """Median over the runs of the slowest rank's time, in ms."""
     times = []
     for i in range(repetitions + 2):  # two to warm up
@@ -129,8 +126,7 @@ def timed(step: Step | None, repetitions: int) -> float:
         dist.barrier()
         torch.cuda.synchronize()
         begin.record()
-        if step is not None:
-            step()
+        step()
         end.record()
         torch.cuda.synchronize()
         slowest = torch.tensor(begin.elapsed_time(end), device="cuda")
@@ -142,9 +138,12 @@ def timed(step: Step | None, repetitions: int) -> float:
 
 def communication_of(step: Step) -> list[float]:
     """ms in which collectives run alone, and ms in which they run at all."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        step()
+    for _ in range(2):  # the first run starts the profiler, on each rank at another time
+        dist.barrier()
         torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize()
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in profiler.events():
         if event.device_type.name == "CUDA":
