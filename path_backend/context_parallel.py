@@ -14,6 +14,8 @@ from path_backend.layout import Layout, layout_from_positions
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+ROTATE_METHODS = (*METHODS, "ulysses")
+
 __all__ = ["Layout", "context_parallel_attention", "layout_from_positions"]
 
 
@@ -46,7 +48,8 @@ def context_parallel_attention(
         group: the process group.
         rotate_method: how keys and values of other ranks arrive. "allgather": all at once, memory
             grows with the sequence. "ring": rank by rank, while attention on those before runs;
-            memory per rank does not grow with the number of ranks.
+            memory per rank does not grow with the number of ranks. "ulysses": the ranks, which
+            must divide H, exchange tokens for heads, and each attends with its own heads.
 
     Returns:
         [B, T, HQ, DV] in q's dtype, of this rank's tokens.
@@ -56,12 +59,18 @@ def context_parallel_attention(
             layout differ between ranks, or the tensors have not the length that the layout says.
         RuntimeError: from the process group, within its timeout, if another rank failed.
     """
-    if rotate_method not in METHODS:
-        raise ValueError(f"rotate_method must be one of {list(METHODS)}, got {rotate_method!r}")
+    if rotate_method not in ROTATE_METHODS:
+        raise ValueError(f"rotate_method must be one of {ROTATE_METHODS}, got {rotate_method!r}")
     if layout.ranks != group.size():
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {group.size()}")
     inputs = (q, k, v, w, beta, log_gate, document_start)
     inputs, scale = prepare(inputs, scale, gate_scale, implementation)
+    H = k.shape[2]
+    if rotate_method == "ulysses" and H % layout.ranks:
+        raise ValueError(
+            "rotate_method 'ulysses' needs a number of key/value heads that the ranks divide, "
+            f"got H = {H} and {layout.ranks} ranks"
+        )
     starts = [start for pieces in layout.starts for start in pieces]
     out, _ = torch.ops.path_backend.context_parallel_attention(
         *inputs, starts, layout.length, group.group_name, rotate_method, scale, implementation

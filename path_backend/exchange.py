@@ -1,8 +1,9 @@
 """How keys and values of other ranks arrive, and how their gradients return.
 
 AllGather holds the pieces of all ranks at once. Ring holds its own, those that it works on, and
-those that arrive meanwhile: memory does not grow with the number of ranks. Both start with the
-rank's own pieces, so that the first transfer overlaps attention on these.
+those that arrive meanwhile: memory does not grow with the number of ranks, but for the D x D
+products of the pieces. Both start with the rank's own pieces, so that the first transfer overlaps
+attention on these.
 
 Ring sums gradients in the order rank, rank + 1, ...; AllGather in the order of the backend's
 reduce-scatter.
@@ -53,6 +54,9 @@ class Transport(Protocol):
     def shift(self, x: Tensor, distance: int) -> Wait:
         """Sends x to rank + distance and returns what rank - distance sent, of the same shape."""
 
+    def all_to_all(self, x: Tensor) -> Wait:
+        """Sends x[rank] to every rank and returns what each sent, [ranks, ...]."""
+
 
 class GroupTransport:
     """The transport of a process group."""
@@ -79,6 +83,11 @@ class GroupTransport:
         sent[(self.rank + distance) % self.ranks] = x.numel()
         received[(self.rank - distance) % self.ranks] = x.numel()
         y = _collectives.all_to_all_single(x.flatten(), received, sent, self.name)
+        return lambda: _collectives.wait_tensor(y).view(x.shape)
+
+    def all_to_all(self, x: Tensor) -> Wait:
+        sizes = [x[0].numel()] * self.ranks
+        y = _collectives.all_to_all_single(x.flatten(), sizes, sizes, self.name)
         return lambda: _collectives.wait_tensor(y).view(x.shape)
 
     def agree(self, description: str, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from path_backend import blocks, dyadic, exchange, sharded
+from path_backend import blocks, dyadic, exchange, sharded, ulysses
 from path_backend.layout import Layout
 
 IMPLEMENTATIONS = ("auto", "torch", "triton")
@@ -125,7 +125,7 @@ def _context_parallel_attention(
             check_document_start(piece, first)
     _check_gate(log_gate)
     with torch.autocast(q.device.type, enabled=False):
-        return sharded.forward(inputs, plan)
+        return _algorithm(rotate_method).forward(inputs, plan)
 
 
 def _context_parallel_attention_backward(
@@ -150,7 +150,7 @@ def _context_parallel_attention_backward(
     transport = exchange.GroupTransport(group_name)
     plan = _make_plan(inputs, transport, starts, length, rotate_method, scale, implementation)
     with torch.autocast(q.device.type, enabled=False):
-        grads = sharded.backward(d_out, inputs, out, lse, plan)
+        grads = _algorithm(rotate_method).backward(d_out, inputs, out, lse, plan)
     return tuple(q.new_empty(0) if g is None else g for g in grads)
 
 
@@ -169,8 +169,13 @@ def _make_plan(
             f"q must have the {layout.tokens} tokens that the layout gives each rank, "
             f"got {inputs.q.shape[1]}"
         )
-    backend = _backend(inputs.q.device, implementation, inputs, blocks)
+    torch_form = dyadic if rotate_method == "ulysses" else blocks
+    backend = _backend(inputs.q.device, implementation, inputs, torch_form)
     return sharded.Plan(layout, transport, rotate_method, scale, backend)
+
+
+def _algorithm(rotate_method: str) -> ModuleType:
+    return ulysses if rotate_method == "ulysses" else sharded
 
 
 def _backend(

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from path_backend import blocks, sharded
+from path_backend import blocks, dyadic, sharded, ulysses
 from path_backend.testing import Inputs
 
 
@@ -49,6 +49,11 @@ class SimulatedTransport:
         assert note.shape == x.shape
         return lambda: note
 
+    def all_to_all(self, x):
+        self.sent += x.nbytes // self.ranks * (self.ranks - 1)
+        notes = self.board.swap(self.rank, x.clone())
+        return lambda: torch.stack([note[self.rank] for note in notes])
+
 
 def shard(x, layout, rank):
     """The rank's part of x [B, T, ...]."""
@@ -64,21 +69,22 @@ def unshard(parts, layout):
     return torch.cat([pieces[rank][place] for rank, place in layout.home], 1)
 
 
-def simulate(inputs: Inputs, d_out, layout, method, backend=blocks, sent=None):
+def simulate(inputs: Inputs, d_out, layout, method, backend=None, sent=None):
     """Forward and backward on all ranks; results of all tokens as path_backend.testing.run.
 
     sent: a list that gets the bytes that each rank sent.
     """
     board = Board(layout.ranks)
+    algorithm, torch_form = (ulysses, dyadic) if method == "ulysses" else (sharded, blocks)
     transports = [SimulatedTransport(board, rank) for rank in range(layout.ranks)]
     scale = inputs.q.shape[-1] ** -0.5
 
     def rank_main(rank):
         try:
-            plan = sharded.Plan(layout, transports[rank], method, scale, backend)
+            plan = sharded.Plan(layout, transports[rank], method, scale, backend or torch_form)
             part = sharded.Inputs(*(shard(x, layout, rank) for x in inputs.map(torch.detach)))
-            out, lse = sharded.forward(part, plan)
-            return out, *sharded.backward(shard(d_out, layout, rank), part, out, lse, plan)
+            out, lse = algorithm.forward(part, plan)
+            return out, *algorithm.backward(shard(d_out, layout, rank), part, out, lse, plan)
         except BaseException:
             board.barrier.abort()
             raise

@@ -58,6 +58,16 @@ def test_equals_one_device(monkeypatch, case, layout, method):
     check(make_inputs(layout.pieces * layout.length, **CASES[case]), layout, method)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_ulysses_equals_one_device(case, layout):
+    """Catches heads and tokens mixed up on their way: any order of pieces, GQA, documents."""
+    layout = LAYOUTS[layout]
+    heads = dict(H=8, HQ=16 if "HQ" in CASES[case] else 8)
+    inputs = make_inputs(layout.pieces * layout.length, **(CASES[case] | heads))
+    check(inputs, layout, "ulysses")
+
+
 @pytest.mark.parametrize("length", [1, 63, 130])
 def test_pieces_of_odd_length(length):
     """Catches padding of a chunk that leaks into a product, a gate sum or another piece."""
@@ -90,11 +100,11 @@ def test_documents(documents, layout):
     check(inputs, layout, "ring")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "ulysses"])
 def test_results_are_the_same_bits_each_time(method):
     """Catches sums in the order of arrival."""
     layout = LAYOUTS["4, head-tail"]
-    inputs = make_inputs(160, HQ=4, gate=True, dtype=torch.bfloat16)
+    inputs = make_inputs(160, HQ=4, H=4, gate=True, dtype=torch.bfloat16)
     first, second = (simulate(inputs, gradient_of_out(inputs), layout, method) for _ in range(2))
     for name, x in first.items():
         assert torch.equal(x, second[name]), name
@@ -246,6 +256,17 @@ def test_communication_is_what_the_formula_says(method):
     g = n * (H * (D + DV) + HQ) * 4
     m = B * P * (4 * H * D**2 + 8 * HQ)
     assert sent == [(R - 1) * (2 * a + g + 3 * m)] * R
+
+
+def test_communication_of_ulysses():
+    """Catches the same (path_backend/ulysses.py)."""
+    B, HQ, H, D, DV, R, n = 2, 8, 4, 16, 8, 4, 2 * 40
+    inputs = make_inputs(160, B=B, HQ=HQ, H=H, D=D, DV=DV, gate=True, dtype=torch.bfloat16)
+    sent = []
+    simulate(inputs, gradient_of_out(inputs), LAYOUTS["4, head-tail"], "ulysses", sent=sent)
+    x = n * (HQ * D * 2 + H * (2 * D + DV) * 2 + 4 * H + 4 * HQ)
+    y = n * HQ * (DV * 2 + 4)
+    assert sent == [(R - 1) * (3 * x + 2 * y + n * HQ * DV * 2) // R] * R
 
 
 def test_the_backward_computes_no_attention_inside_pieces():

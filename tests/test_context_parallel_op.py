@@ -33,7 +33,7 @@ def options(group, method):
     return ([0, 35], 35, group.group_name, method, 0.25, "torch")
 
 
-@pytest.mark.parametrize("method", ["allgather", "ring"])
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_forward(group, case, method):
     """Catches a wrong schema, a fake that lies about its outputs, a missing gradient."""
@@ -41,7 +41,7 @@ def test_opcheck_forward(group, case, method):
     torch.library.opcheck(op, (*make_inputs(70, **CASES[case]), *options(group, method)))
 
 
-@pytest.mark.parametrize("method", ["allgather", "ring"])
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_backward(group, case, method):
     """Catches the same in the backward op, and gradients that alias one another or an input."""
@@ -126,7 +126,7 @@ def test_there_is_no_second_derivative(group):
 ERRORS = [
     (
         dict(rotate_method="alltoall"),
-        "rotate_method must be one of ['allgather', 'ring'], got 'alltoall'",
+        "rotate_method must be one of ('allgather', 'ring', 'ulysses'), got 'alltoall'",
     ),
     (dict(layout=Layout.contiguous(2, 35)), "the layout is for 2 ranks, the group has 1"),
     (

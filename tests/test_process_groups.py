@@ -14,7 +14,7 @@ from path_backend.testing import Inputs, assert_exact, make_inputs, relative_err
 EXACT = 1e-10
 CASES = {
     "path": dict(DV=8, beta="high"),
-    "path_fox": dict(HQ=4, gate=True, documents=True, B=2),
+    "path_fox": dict(HQ=8, H=4, gate=True, documents=True, B=2),
     "fox": dict(w=None, HQ=4, gate=True),
     "nope": dict(w=None, documents=True),
     "bf16": dict(gate=True, dtype=torch.bfloat16),
@@ -42,7 +42,8 @@ def attend_to_all(group, cases, layouts):
         (case, i, method): attend(group, inputs, layout, method)
         for case, inputs in cases.items()
         for i, layout in enumerate(layouts)
-        for method in ("allgather", "ring")
+        for method in ("allgather", "ring", "ulysses")
+        if method != "ulysses" or inputs.k.shape[2] % group.size() == 0
     }
 
 
@@ -130,6 +131,19 @@ def test_tensors_that_do_not_match_the_layout():
     for outcome in on_ranks(2, attend_with_other_tokens):
         assert isinstance(outcome, ValueError), outcome
         assert "q must have the 42 tokens that the layout gives each rank, got 40" in str(outcome)
+
+
+def attend_with_one_head(group):
+    inputs = make_inputs(40, H=1, HQ=2)
+    layout = Layout.head_tail(2, 20)
+    inputs.call(context_parallel_attention, layout=layout, group=group, rotate_method="ulysses")
+
+
+def test_heads_that_the_ranks_do_not_divide():
+    """Catches heads that some rank lacks."""
+    for outcome in on_ranks(2, attend_with_one_head):
+        assert isinstance(outcome, ValueError), outcome
+        assert "got H = 1 and 2 ranks" in str(outcome)
 
 
 def attend_unless_failed(group, where, method):
