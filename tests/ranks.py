@@ -1,9 +1,9 @@
-"""Run a function on every rank of a gloo group of processes on this machine.
+"""Run a function on every rank of a group of processes on this machine.
 
     outcomes = on_ranks(2, function, *arguments)    # function(group, *arguments) on each rank
 
 An outcome is what the function returned, or the exception that it raised. Processes are forked from
-a server that has torch imported, and meet in a file.
+a server that has torch imported, and meet in a file. backend="nccl" gives each its own GPU.
 """
 
 import multiprocessing
@@ -17,16 +17,17 @@ import torch
 DEADLINE = 120.0  # seconds, of one call
 TIMEOUT = 60.0  # seconds, of one collective
 
-_processes = multiprocessing.get_context("forkserver")
+_processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 _processes.set_forkserver_preload(["path_backend", "torch.distributed"])
 
 
-def on_ranks(ranks, function, *arguments, timeout=TIMEOUT):
+def on_ranks(ranks, function, *arguments, timeout=TIMEOUT, backend="gloo"):
     """The outcome of every rank. Raises AssertionError if one does not end."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             _processes.Process(
-                target=_rank_main, args=(Path(folder), rank, ranks, timeout, function, arguments)
+                target=_rank_main,
+                args=(Path(folder), rank, ranks, timeout, backend, function, arguments),
             )
             for rank in range(ranks)
         ]
@@ -47,13 +48,15 @@ def on_ranks(ranks, function, *arguments, timeout=TIMEOUT):
         return [torch.load(path, weights_only=False) for path in paths]
 
 
-def _rank_main(folder, rank, ranks, timeout, function, arguments):
+def _rank_main(folder, rank, ranks, timeout, backend, function, arguments):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+        backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
     try:
         outcome = function(dist.group.WORLD, *arguments)

@@ -165,12 +165,15 @@ def test_gradients_are_linear_in_the_gradient_of_the_output(dtype):
             assert torch.equal(actual[name], expected[name] * 2**-exponent), (name, exponent)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("left", [torch.bfloat16, torch.float16, torch.float32])
-def test_products_of_terms_are_as_exact_as_fp32(left):
+def test_products_of_terms_are_as_exact_as_fp32(monkeypatch, left, device):
     """Catches a term too few. Operands are bf16, so tf32 and bf16 modes change nothing."""
+    if device == "cuda":
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, 100, 64, generator=generator).to(left)
-    y = torch.randn(2, 3, 64, 32, generator=generator)
+    x = torch.randn(2, 3, 100, 64, generator=generator).to(device, left)
+    y = torch.randn(2, 3, 64, 32, generator=generator).to(device)
     exact = x.double() @ y.double()
     assert relative_error(sharded.multiply(x, y), exact) < 4e-7
     assert all(term.dtype == torch.bfloat16 for term in [*sharded._terms(x), *sharded._terms(y)])

@@ -71,6 +71,53 @@ def test_equals_one_device(ranks):
                 assert relative_error(actual[name], want) < 5e-3, (key, name)
 
 
+def attend_on_gpu(group, inputs, layout, method, implementation):
+    """As attend, on this rank's GPU; every result also twice, to see whether its bits are."""
+    rank = group.rank()
+    local = Inputs(*(None if x is None else shard(x, layout, rank).cuda() for x in inputs))
+    d_out = shard(gradient_of_out(inputs), layout, rank).cuda()
+    options = dict(layout=layout, group=group, rotate_method=method, implementation=implementation)
+    first, second = (
+        run(context_parallel_attention, local.leaves(), d_out, **options) for _ in range(2)
+    )
+    same = all(torch.equal(x, second[name]) for name, x in first.items())
+    return {name: x.cpu() for name, x in first.items()}, same
+
+
+# Largest relative error: 64-bit arithmetic, and the kernels' limits in bf16 (test_kernels.py).
+LIMITS = {
+    torch.float64: {"out": EXACT, "other": EXACT},
+    torch.bfloat16: {"out": 3e-3, "dw": 1e-2, "dbeta": 1e-2, "dlog_gate": 1e-2, "other": 6e-3},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("case", ["path", "path_fox", "fox"])
+def test_two_gpus_equal_one_device(case, dtype, method):
+    """Catches a kernel that reads what NCCL has not delivered yet, strides, sums without order."""
+    layout = Layout.head_tail(2, 500)
+    heads = dict(HQ=8, H=4, D=64, DV=64, dtype=dtype)
+    inputs = make_inputs(2000, **(CASES[case] | heads))
+    device = inputs.leaves(torch.float64).map(torch.Tensor.cuda).map(torch.detach).leaves()
+    if device.document_start is not None:
+        device = device._replace(document_start=device.document_start.cuda())
+    expected = run(path_attention, device, gradient_of_out(inputs).cuda(), implementation="torch")
+    implementation = "torch" if dtype == torch.float64 else "triton"
+    arguments = (inputs.map(torch.detach), layout, method, implementation)
+    parts = on_ranks(2, attend_on_gpu, *arguments, backend="nccl")
+    for part in parts:
+        if isinstance(part, Exception):
+            raise part
+    assert all(same for _, same in parts)
+    for name, want in expected.items():
+        actual = unshard([part[name] for part, _ in parts], layout)
+        error = relative_error(actual, want.cpu())
+        assert error < LIMITS[dtype].get(name, LIMITS[dtype]["other"]), (name, error)
+
+
 def compile_and_attend(group, inputs, layout):
     compiled = torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager")
     local = Inputs(*(shard(x, layout, group.rank()) for x in inputs)).leaves()
