@@ -19,7 +19,7 @@ GATE_SPAN = tl.constexpr(128)
 RUNTIME = """
 T TQ TK H HQ num_chunks num_levels total_rows total_blocks num_blocks num_splits num_parents level
 row_base block_base child_base parent_base
-stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh
+stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh stride_lb stride_lh
 """.split()
 """Arguments that follow the sequence length: specialised, they would compile anew for others."""
 
