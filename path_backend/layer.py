@@ -12,18 +12,40 @@ parallelism the parameters are DTensors and HQ and H are the heads of this rank.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from path_backend.attention import path_attention
 from path_backend.beta import BETA_MAX, beta_from_logits
+from path_backend.context_parallel import context_parallel_attention
+from path_backend.halo import halo
+from path_backend.layout import Layout
 from path_backend.stick_breaking import stick_breaking_attention
 
 W_NORM_EPS = 1e-6  # added to |w|^2, as the public code does
 INIT_STD = 0.02
+
+
+@dataclass
+class Shards:
+    """Sequences that lie on several ranks (context parallelism).
+
+    Args:
+        group: the ranks.
+        rotate_method: how keys and values travel, as in `context_parallel_attention`.
+        layout: which tokens each rank has. To be set before a forward.
+    """
+
+    group: dist.ProcessGroup
+    rotate_method: str = "allgather"
+    layout: Layout | None = None
 
 
 class PathAttention(nn.Module):
@@ -44,6 +66,9 @@ class PathAttention(nn.Module):
     `reflections` without `forget_gate` is PaTH, both are PaTH-FoX, `forget_gate` alone is FoX, and
     none of the three is NoPE: causal attention that knows no positions. Raises ValueError if they
     or the head counts do not fit together, or a number is out of range.
+
+    `shards`, None at first, is set where sequences lie on several ranks: x then holds this rank's
+    tokens, in the order of the layout.
     """
 
     def __init__(
@@ -92,6 +117,7 @@ class PathAttention(nn.Module):
         self.inner_attention: nn.Module = (
             StickBreakingOperator() if stick_breaking else PathOperator(gate_scale, implementation)
         )
+        self.shards: Shards | None = None
 
     def init_weights(self, init_std: float = INIT_STD) -> None:
         """Draw every parameter: N(0, 0.02), `wo` N(0, init_std), biases 0."""
@@ -104,7 +130,10 @@ class PathAttention(nn.Module):
         self.path.init_weights()
 
     def forward(self, x: torch.Tensor, document_start: torch.Tensor | None = None) -> torch.Tensor:
-        """x [B, T, dim], document_start [B, T] int32 or None -> [B, T, dim]."""
+        """x [B, T, dim], document_start [B, T] int32 or None -> [B, T, dim].
+
+        document_start counts from the first token of the sequence, also where x is a part of it.
+        """
         batch, length, _ = x.shape
         q, k, v = (
             linear(x).view(batch, length, -1, self.head_dim)
@@ -117,15 +146,22 @@ class PathAttention(nn.Module):
         q, k, v = _local(q), _local(k), _local(v)
         # Under autocast a norm returns fp32, and the operator takes one dtype.
         q, k = q.to(v.dtype), k.to(v.dtype)
-        w, beta, log_gate = self.path(x, document_start, v.dtype)
+        w, beta, log_gate = self.path(x, document_start, v.dtype, self.shards)
         out = self.inner_attention(
-            q, k, v, w=w, beta=beta, log_gate=log_gate, document_start=document_start
+            q,
+            k,
+            v,
+            w=w,
+            beta=beta,
+            log_gate=log_gate,
+            document_start=document_start,
+            shards=self.shards,
         )
         return self.wo(out.reshape(batch, length, -1))
 
 
 class PathOperator(nn.Module):
-    """`path_attention` as a module: the seam where context parallelism replaces it."""
+    """`path_attention`, or `context_parallel_attention` of shards, as a module."""
 
     def __init__(self, gate_scale: float, implementation: str):
         super().__init__()
@@ -142,8 +178,17 @@ class PathOperator(nn.Module):
         beta: torch.Tensor | None,
         log_gate: torch.Tensor | None,
         document_start: torch.Tensor | None,
+        shards: Shards | None = None,
     ) -> torch.Tensor:
-        return path_attention(
+        attend: Callable[..., torch.Tensor] = path_attention
+        if shards is not None:
+            attend = partial(
+                context_parallel_attention,
+                layout=_layout(shards),
+                group=shards.group,
+                rotate_method=shards.rotate_method,
+            )
+        return attend(
             q,
             k,
             v,
@@ -169,7 +214,10 @@ class StickBreakingOperator(nn.Module):
         beta: None,
         log_gate: None,
         document_start: torch.Tensor | None,
+        shards: Shards | None = None,
     ) -> torch.Tensor:
+        if shards is not None:
+            raise NotImplementedError("stick_breaking_attention does not take shards of sequences")
         return stick_breaking_attention(q, k, v, document_start=document_start)
 
 
@@ -234,7 +282,11 @@ class PathInputs(nn.Module):
             self.stats.zero_()
 
     def forward(
-        self, x: torch.Tensor, document_start: torch.Tensor | None, dtype: torch.dtype
+        self,
+        x: torch.Tensor,
+        document_start: torch.Tensor | None,
+        dtype: torch.dtype,
+        shards: Shards | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """x [B, T, dim] -> w [B, T, H, D] in `dtype`, beta [B, T, H] and log_gate [B, T, HQ] fp32.
 
@@ -246,7 +298,7 @@ class PathInputs(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             x32 = _at_least_float32(x)  # shared, so that it is saved for backward once
             if w is not None and self.conv is not None and self.beta is not None:
-                w = F.silu(self.conv(w, document_start)).unflatten(-1, (-1, self.head_dim))
+                w = F.silu(self.conv(w, document_start, shards)).unflatten(-1, (-1, self.head_dim))
                 w = w * torch.rsqrt(w.square().sum(-1, keepdim=True) + W_NORM_EPS)
                 w = w.to(dtype)
                 beta, clipped = beta_from_logits(self.beta(x32), w, self.beta_max)
@@ -286,9 +338,16 @@ class ShortConv(nn.Module):
         _whole("conv_width", width, 1)
         self.weight = nn.Parameter(torch.empty(channels, width))
 
-    def forward(self, x: torch.Tensor, document_start: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        document_start: torch.Tensor | None = None,
+        shards: Shards | None = None,
+    ) -> torch.Tensor:
         weight = _at_least_float32(_local(self.weight))
-        return causal_conv(x, weight, document_start)
+        if shards is None:
+            return causal_conv(x, weight, document_start)
+        return _conv_of_shards(x, weight, document_start, shards)
 
 
 def causal_conv(
@@ -320,6 +379,24 @@ def causal_conv(
     return out
 
 
+def _conv_of_shards(
+    x: torch.Tensor, weight: torch.Tensor, document_start: torch.Tensor | None, shards: Shards
+) -> torch.Tensor:
+    """`causal_conv` of sequences of which x and document_start [B, T] are this rank's tokens."""
+    layout, rows = _layout(shards), weight.shape[1] - 1
+    cut = (-1, layout.length)
+    history = None
+    if rows:
+        history = halo(x, rows, layout, shards.group).flatten(0, 1)
+    if document_start is not None:
+        pieces = document_start.unflatten(1, cut).unbind(1)
+        starts = layout.starts[shards.group.rank()]
+        relative = [piece - start for piece, start in zip(pieces, starts, strict=True)]
+        document_start = torch.stack(relative, dim=1).flatten(0, 1)
+    out = causal_conv(x.unflatten(1, cut).flatten(0, 1), weight, document_start, history)
+    return out.view(x.shape)
+
+
 class Float32Linear(nn.Linear):
     """A small linear layer computed in fp32 (fp64 for fp64 inputs) whatever dtype its weight has.
 
@@ -341,6 +418,12 @@ def document_start_from_eos(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:
     first = torch.zeros_like(tokens, dtype=torch.bool)
     first[:, 1:] = tokens[:, :-1] == eos_id
     return torch.where(first, position, 0).cummax(dim=1).values.to(torch.int32)
+
+
+def _layout(shards: Shards) -> Layout:
+    if shards.layout is None:
+        raise ValueError("shards.layout must be set before a forward, got None")
+    return shards.layout
 
 
 def _whole(name: str, value: int, least: int) -> None:

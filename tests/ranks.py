@@ -2,30 +2,27 @@
 
     outcomes = on_ranks(2, function, *arguments)    # function(group, *arguments) on each rank
 
-An outcome is what the function returned, or the exception that it raised. Processes are forked from
-a server that has torch imported, and meet in a file. backend="nccl" gives each its own GPU.
+An outcome is what the function returned, or the exception that it raised. Processes start as
+those of trainer.py, and meet in a file. backend="nccl" gives each its own GPU.
 """
 
-import multiprocessing
 import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import torch
+from trainer import start_method  # a test session has one server to fork from
 
 DEADLINE = 120.0  # seconds, of one call
 TIMEOUT = 60.0  # seconds, of one collective
-
-_processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-_processes.set_forkserver_preload(["path_backend", "torch.distributed"])
 
 
 def on_ranks(ranks, function, *arguments, timeout=TIMEOUT, backend="gloo"):
     """The outcome of every rank. Raises AssertionError if one does not end."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _processes.Process(
+            start_method.Process(
                 target=_rank_main,
                 args=(Path(folder), rank, ranks, timeout, backend, function, arguments),
             )

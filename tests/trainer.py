@@ -25,9 +25,9 @@ ROOT = TESTS.parent
 TINY = TESTS / "tiny.toml"
 TIMEOUT = 240.0  # seconds, of one run
 
-_processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+start_method = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 # Nothing of path_backend.integration: a stock run must not meet it.
-_processes.set_forkserver_preload(
+start_method.set_forkserver_preload(
     [
         "torchtitan.train",
         "torchtitan.models.llama3",
@@ -58,6 +58,10 @@ class Run:
         return list(self.scalars["grad_norm"].values())
 
     @property
+    def tokens_seen(self) -> list[float]:
+        return list(self.scalars["n_tokens_seen"].values())
+
+    @property
     def validation_loss(self) -> list[float]:
         return list(self.scalars["validation_metrics/loss"].values())
 
@@ -79,7 +83,7 @@ def train(folder: Path, *overrides: str, ranks: int = 1, config: Path = TINY) ->
     ]
     port = _free_port()
     processes = [
-        _processes.Process(target=_rank_main, args=(rank, ranks, port, logs, arguments))
+        start_method.Process(target=_rank_main, args=(rank, ranks, port, logs, arguments))
         for rank in range(ranks)
     ]
     for process in processes:
