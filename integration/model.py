@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
 
+from path_backend.integration import context_parallel
 from path_backend.integration.flops import transform_flops_per_token
 from path_backend.integration.tasks import training_task
 from path_backend.layer import PathAttention, document_start_from_eos
@@ -51,12 +52,14 @@ class PathArgs:
     weight_std: float | None = None  # of every linear and embedding weight; None is the model's own
 
     def update_from_config(self, job_config, **kwargs) -> None:
-        super().update_from_config(job_config, **kwargs)
         self.attention = getattr(job_config.model, "attention", "default")
         if self.attention not in ATTENTIONS:
             raise ValueError(
                 f"model.attention must be one of {', '.join(ATTENTIONS)}, got {self.attention!r}"
             )
+        if self.attention != "default":
+            self.attn_type = "sdpa"  # the flavor's own may refuse context parallelism
+        super().update_from_config(job_config, **kwargs)
         self._refuse_pipeline(job_config)
         task = training_task(job_config)
         if task is not None:
@@ -114,7 +117,6 @@ class PathArgs:
         here = f'model.attention = "{self.attention}"'
         heads, kv_heads = self.n_heads, self._n_kv_heads
         tp = job_config.parallelism.tensor_parallel_degree
-        cp = job_config.parallelism.context_parallel_degree
         if PARTS[self.attention]["reflections"] and self.path.w_rank > self.dim:
             raise ValueError(
                 f"model.path.w_rank must be at most {self.dim}, the dim of flavor "
@@ -130,11 +132,7 @@ class PathArgs:
                 f"{here} shards key/value heads: parallelism.tensor_parallel_degree must divide "
                 f"the {kv_heads} key/value heads of flavor {job_config.model.flavor!r}, got {tp}"
             )
-        if cp > 1:
-            raise ValueError(
-                f"{here} does not support context parallelism yet: "
-                f"parallelism.context_parallel_degree must be 1, got {cp}"
-            )
+        context_parallel.check(job_config, self.attention)
 
 
 class TitanAttention(PathAttention):

@@ -24,7 +24,7 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.logging import logger
 
-from path_backend.integration import checkpoint, metrics, pipeline, tasks
+from path_backend.integration import checkpoint, context_parallel, metrics, pipeline, tasks
 from path_backend.integration.model import PathArgs, args_with_attention, build_model
 from path_backend.integration.tensor_parallel import apply_tensor_parallel
 from path_backend.integration.tokenizer import with_hub_tokenizer
@@ -35,12 +35,14 @@ MODELS = ("llama3", "qwen3")
 def register() -> None:
     """Register the wrapped spec of each of `MODELS`; it is built when torchtitan first uses it.
 
-    torchtitan's look-up of a spec is replaced by one that guards those that nobody wrapped.
+    torchtitan's look-up of a spec is replaced by one that guards those that nobody wrapped, its
+    cutting of masks by one that takes ours.
     """
     for name in MODELS:
         register_train_spec(name, _LazyTrainSpec(name))
     stock = registry.get_train_spec
     registry.get_train_spec = functools.wraps(stock)(lambda name: _guarded(stock(name)))
+    context_parallel.shard_document_masks()
 
 
 def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
@@ -56,6 +58,11 @@ def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
         parallelize_fn=functools.partial(_parallelize, parallelize),
         build_metrics_processor_fn=functools.partial(
             _build_metrics_processor, spec.build_metrics_processor_fn or build_metrics_processor
+        ),
+        build_validator_fn=(
+            functools.partial(context_parallel.build_validator, spec.build_validator_fn)
+            if spec.build_validator_fn
+            else None
         ),
         state_dict_adapter=(
             functools.partial(checkpoint.build_adapter, spec.state_dict_adapter)
@@ -127,12 +134,18 @@ def _parallelize(
     The repairs of stock torchtitan 0.2.2 apply to every attention, `default` too: without them it
     does not run or does not learn, and an attention would be compared with a broken one.
     """
-    with _one_group_for_tied_embeddings(stock, model, parallel_dims):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_one_group_for_tied_embeddings(stock, model, parallel_dims))
         if getattr(model.model_args, "attention", "default") != "default":
             _save_attention(stock, job_config)
             if parallel_dims.tp_enabled:
                 apply_tensor_parallel(model, parallel_dims.get_mesh("tp"))
+            rotate_method = job_config.parallelism.context_parallel_rotate_method
+            stack.enter_context(
+                context_parallel.applied(stock, model, parallel_dims, rotate_method)
+            )
         model = stock(model, parallel_dims, job_config)
+    context_parallel.repair_model(model, parallel_dims)
     if parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled:
         model.register_comm_hook(parallel_dims.get_mesh("dp_replicate").get_group(), _sum_bucket)
     if parallel_dims.tp_enabled and job_config.compile.enable and model.tok_embeddings is not None:
@@ -151,7 +164,8 @@ def _save_attention(stock: Callable[..., nn.Module], job_config: JobConfig) -> N
             'activation_checkpoint.selective_ac_option = "op" needs a set _op_sac_save_list in the '
             f"module of parallelize_fn to keep the attention, got none in {stock.__module__}"
         )
-    save_list.add(torch.ops.path_backend.attention.default)
+    ops = torch.ops.path_backend
+    save_list |= {op.default for op in (ops.attention, ops.context_parallel_attention, ops.halo)}
 
 
 def _sum_bucket(
@@ -221,6 +235,8 @@ def _build_metrics_processor(
     tag: str | None = None,
 ) -> MetricsProcessor:
     processor = stock(job_config, parallel_dims, model_args, tag)
+    if parallel_dims.cp_enabled:
+        context_parallel.repair_metrics(processor, parallel_dims.cp)
     if model_args is not None and model_args.watch:
         metrics.watch(processor, model_args.n_layers)
     return processor

@@ -1,8 +1,9 @@
 """Compare a run of the trainer on some layout with a run on one rank.
 
 Runs start from one seed checkpoint and see the same 8 sequences a step (parity_data.py). Compared
-are loss and gradient norm of each step, validation loss, and after the first step every parameter
-and its gradient by name, read from the checkpoint (Adam's first moment is then 1 - beta1 times the
+are loss, gradient norm and number of tokens of each step, validation loss, and after the first step
+every parameter and its gradient by name, read from the checkpoint (Adam's first moment is then
+1 - beta1 times the
 clipped gradient).
 """
 
@@ -154,6 +155,7 @@ def assert_same_training(run: Run, expected: Run, budget: Budget) -> None:
     assert run.loss == pytest.approx(expected.loss, rel=budget.loss)
     assert run.validation_loss == pytest.approx(expected.validation_loss, rel=budget.loss)
     assert run.grad_norm == pytest.approx(expected.grad_norm, rel=budget.tensor)
+    assert run.tokens_seen == expected.tokens_seen
     assert_same_state(run, expected, budget)
 
 

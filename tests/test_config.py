@@ -191,18 +191,12 @@ def test_wrong_attention(tmp_path):
     assert "default, path, path_fox, fox, nope, stick_breaking, got 'pth'" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "flavor, argument, message",
-    [
-        ("8B", "--parallelism.tensor_parallel_degree=16", "must divide the 8 key/value heads"),
-        ("8B", "--parallelism.context_parallel_degree=2", "context_parallel_degree must be 1"),
-    ],
-)
-def test_refusals(flavor, argument, message):
-    """A job that would fail late, or train something else, being started."""
-    with pytest.raises(ValueError, match=message):
-        configured_args(parse(argument), flavor)
-    configured_args(parse(argument, "--model.attention=default"), flavor)
+def test_refuses_a_degree_that_cuts_heads():
+    """A job that would fail late being started."""
+    argument = "--parallelism.tensor_parallel_degree=16"
+    with pytest.raises(ValueError, match="must divide the 8 key/value heads"):
+        configured_args(parse(argument), "8B")
+    configured_args(parse(argument, "--model.attention=default"), "8B")
 
 
 @pytest.mark.parametrize("attention", ["default", "path"])
@@ -430,7 +424,7 @@ def test_warns_of_tied_embeddings_that_it_cannot_repair(caplog):
     job = parse("--model.name=qwen3", "--model.attention=default")
     for tied, sharded in ((True, False), (False, True), (True, True)):
         model = SimpleNamespace(model_args=SimpleNamespace(enable_weight_tying=tied))
-        dims = SimpleNamespace(fsdp_enabled=sharded, dp_replicate_enabled=False, tp_enabled=False)
+        dims = replace(SINGLE, dp_shard=2, world_size=2) if sharded else SINGLE
         assert not caplog.records
         spec.parallelize_fn(model, dims, job)
     (record,) = caplog.records

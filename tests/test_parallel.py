@@ -26,6 +26,8 @@ ASYNC_TP = ("--parallelism.enable_async_tensor_parallel",)
 BY_LAYER = ("--activation_checkpoint.mode=selective",)
 BY_OP = (*BY_LAYER, "--activation_checkpoint.selective_ac_option=op")
 FULL = ("--activation_checkpoint.mode=full",)
+CONTIGUOUS = ("--parallelism.context_parallel_load_balancer=None",)
+RING = ("--parallelism.context_parallel_rotate_method=alltoall",)
 IN_BF16 = ("--training.mixed_precision_param=bfloat16",)
 IN_FLOAT8 = ("--model.converters=quantize.linear.float8",)
 EMULATED = (*IN_FLOAT8, "--quantize.linear.float8.emulate")
@@ -49,6 +51,13 @@ LAYOUTS = [
     Layout("PP2, interleaved 1F1B, gradient accumulation", INTERLEAVED, pipeline=2, accumulate=2),
     Layout("FSDP2 x PP2", shard=2, pipeline=2),
     Layout("TP2 x PP2", tensor=2, pipeline=2),
+    Layout("CP2", context=2),
+    Layout("CP2, contiguous", CONTIGUOUS, context=2),
+    Layout("CP2, ring", RING, context=2),
+    Layout("CP4, ring, gradient accumulation", RING, context=4, accumulate=2),
+    Layout("FSDP2 x CP2", shard=2, context=2),
+    Layout("TP2 x CP2", tensor=2, context=2),
+    Layout("PP2 x CP2", pipeline=2, context=2),
     Layout("FSDP2, selective checkpointing by layer", BY_LAYER, shard=2),
     Layout("FSDP2, selective checkpointing by op", BY_OP, shard=2),
     Layout("FSDP2, full checkpointing", FULL, shard=2),
@@ -64,7 +73,15 @@ LAYOUTS = [
         (*DOCUMENTS, *COMPILE, *BY_OP),
         shard=2,
     ),
+    Layout("CP4, documents, full checkpointing", (*DOCUMENTS, *FULL), context=4),
+    Layout("PP2 x CP2, documents", DOCUMENTS, pipeline=2, context=2),
+    Layout(
+        "CP2, documents, compile, selective checkpointing by op",
+        (*DOCUMENTS, *COMPILE, *BY_OP),
+        context=2,
+    ),
     Layout("FSDP2, bf16", IN_BF16, shard=2, budget=BF16),
+    Layout("CP2, bf16", IN_BF16, context=2, budget=BF16),
     Layout(
         "FSDP2 x TP2, bf16, documents, compile, full checkpointing",
         (*IN_BF16, *DOCUMENTS, *COMPILE, *FULL),
@@ -102,9 +119,9 @@ REFUSALS = [
         "needs compile",
     ),
     Refusal(
-        Layout("CP2", context=2),
-        "context_parallel_degree must be 1, got 2",
-        "not supported yet",
+        Layout("CP2, sequence of 98", ("--training.seq_len=98",), context=2),
+        "training.seq_len must be a multiple of .* = 4, got 98",
+        "twice the degree must divide the sequence",
     ),
 ]
 if not torch.cuda.is_available():

@@ -163,9 +163,9 @@ def test_compile(tmp_path):
 
 def test_refusal_names_the_key(tmp_path):
     """A job that cannot run failing somewhere inside instead of at its start."""
-    with pytest.raises(TrainerError, match="context_parallel_degree must be 1, got 2"):
-        arguments = ("--model.attention=path", "--parallelism.context_parallel_degree=2")
-        train(tmp_path, *arguments, ranks=2)
+    with pytest.raises(TrainerError, match="training.seq_len must be a multiple of .* = 4, got 98"):
+        arguments = ("--parallelism.context_parallel_degree=2", "--training.seq_len=98")
+        train(tmp_path, "--model.attention=path", *arguments, ranks=2)
 
 
 def test_refuses_a_model_that_is_not_wrapped(tmp_path):
