@@ -1,6 +1,8 @@
-"""Run every cell of test_parallel.py and write the table of the README from the results.
+"""Run every cell of test_parallel.py and write the results into the table of the README.
 
-python tests/make_matrix.py [pytest arguments, such as -n 2]
+python tests/make_matrix.py [pytest arguments, such as -n 2 or -k CP2]
+
+Cells that were not run stay as they are; rows that test_parallel.py no longer has go.
 """
 
 import os
@@ -26,28 +28,47 @@ def main() -> None:
             env={**os.environ, "PATH_BACKEND_MATRIX": "1"},
         )
         results = ElementTree.parse(report)
-    text = README.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    README.write_text(f"{before}{BEGIN}\n{table(results)}{END}{after}")
+    before, rest = README.read_text().split(BEGIN)
+    old, after = rest.split(END)
+    cells = read(old)
+    for row, found in recorded(results).items():
+        cells.setdefault(row, {}).update(found)
+    README.write_text(f"{before}{BEGIN}\n{table(cells)}{END}{after}")
     sys.exit(done.returncode)
 
 
-def table(results: ElementTree.ElementTree) -> str:
-    """A Markdown table of the cells that the tests recorded."""
-    cells: dict[str, dict[str, str]] = {}
+Cells = dict[str, dict[str, str]]  # by row and column
+
+
+def read(table: str) -> Cells:
+    """The cells of a Markdown table."""
+    lines = [line.split("|")[1:-1] for line in table.split("\n") if line]
+    (_, *columns), _, *rows = [[cell.strip() for cell in line] for line in lines]
+    return {name: dict(zip(columns, row, strict=True)) for name, *row in rows}
+
+
+def recorded(results: ElementTree.ElementTree) -> Cells:
+    """The cells that the tests recorded."""
+    cells: Cells = {}
     for case in results.iter("testcase"):
-        recorded = {p.get("name"): p.get("value", "") for p in case.iter("property")}
-        if "cell" not in recorded:
+        noted = {p.get("name"): p.get("value", "") for p in case.iter("property")}
+        if "cell" not in noted:
             continue
         failed = case.find("failure") is not None or case.find("error") is not None
-        cell = "**fails**" if failed else recorded["cell"]
-        cells.setdefault(recorded["row"], {})[recorded["column"]] = cell
+        cell = "**fails**" if failed else noted["cell"]
+        cells.setdefault(noted["row"], {})[noted["column"]] = cell
+    return cells
+
+
+def table(cells: Cells) -> str:
+    """A Markdown table, in the order of test_parallel.py."""
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
     lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     order = [layout.name for layout in (*LAYOUTS, *(refusal.layout for refusal in REFUSALS))]
-    for name, row in sorted(cells.items(), key=lambda item: order.index(item[0])):
-        lines.append(f"| {name} | {' | '.join(row.get(c, 'not run') for c in columns)} |")
+    for name in order:
+        if name in cells:
+            row = [cells[name].get(column, "not run") for column in columns]
+            lines.append(f"| {name} | {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
 
