@@ -90,7 +90,11 @@ def _a5_word_problem(length: int, depths: Sequence[int] = (1, 2, 3, 4)) -> Itera
                     f"--model.flavor=task_{depth}x128",
                     f"--training.seq_len={length}",
                     f"--validation.seq_len={length}",
-                    "--training.steps=5000",
+                    *(
+                        "--training.steps=5000",
+                        "--optimizer.lr=3e-3",
+                        "--lr_scheduler.warmup_steps=200",
+                    ),
                     *_seeded(0),
                 ),
             )
