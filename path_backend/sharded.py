@@ -88,34 +88,44 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, w, beta, log_gate, each in its input's dtype (None for None)."""
     pieces, length = _split(x, plan), plan.layout.length
-    frames = [plan.backend.block_frames(p.q, p.k, p.w, p.beta) for p in pieces]
-    scan = _Scan(x, pieces, frames, plan)
     d_outs, outs = d_out.split(length, 1), out.split(length, 1)
     lses = [y.contiguous() for y in lse.split(length, 2)]
-    deltas = [
-        (g.to(lse.dtype) * y).sum(-1).mT.contiguous() for g, y in zip(d_outs, outs, strict=True)
-    ]
-    grads = _Gradients(scan, lse.dtype)
+    dq_start, dk_end, dv, d_product, d_gate = _backward_between(d_outs, x, pieces, outs, lses, plan)
+    results = [None if y is None else y.new_empty(y.shape) for y in x[:6]]
+    for i, piece in enumerate(pieces):
+        inside = plan.backend.block_backward(
+            d_outs[i], *piece, outs[i], lses[i], plan.scale, dq_start[i], dk_end[i], d_product[i]
+        )
+        between = (None, None, dv[i], None, None, None if d_gate is None else d_gate[i])
+        for total, part, other in zip(results, inside, between, strict=True):
+            if total is not None:
+                _piece(total, i, plan).copy_(part if other is None else part + other)
+    return tuple(results)
+
+
+def _backward_between(
+    d_outs: Sequence[Tensor],
+    x: Inputs,
+    pieces: list[Inputs],
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    plan: Plan,
+) -> _Returned:
+    """What the pairs of tokens in different pieces contribute."""
+    frames = [plan.backend.block_frames(p.q, p.k, p.w, p.beta) for p in pieces]
+    scan = _Scan(x, pieces, frames, plan)
+    dtype = lses[0].dtype
+    deltas = [(g.to(dtype) * y).sum(-1).mT.contiguous() for g, y in zip(d_outs, outs, strict=True)]
+    grads = _Gradients(scan, dtype)
     for source, theirs in scan.exchange.visit():
-        returned = [torch.zeros_like(y, dtype=lse.dtype) for y in theirs]
+        returned = [torch.zeros_like(y, dtype=dtype) for y in theirs]
         for r in scan.rectangles(source, theirs):
             computed = plan.backend.rectangle_backward(
                 d_outs[r.row], *r.operands, lses[r.row], deltas[r.row], plan.scale
             )
             grads.add(r, theirs[0][r.column], [y[r.column] for y in returned], *computed)
         scan.exchange.give_back(source, returned)
-    dq_start, dk_end, dv, d_product, d_gate = grads.finish()
-
-    results = [None if y is None else y.new_empty(y.shape) for y in x[:6]]
-    for i, piece in enumerate(pieces):
-        inside = plan.backend.block_backward(
-            d_outs[i], *piece, outs[i], lses[i], plan.scale, dq_start[i], dk_end[i], d_product[i]
-        )
-        outside = (None, None, dv[i], None, None, None if d_gate is None else d_gate[i])
-        for total, part, other in zip(results, inside, outside, strict=True):
-            if total is not None:
-                _piece(total, i, plan).copy_(part if other is None else part + other)
-    return tuple(results)
+    return grads.finish()
 
 
 def describe(
@@ -155,6 +165,16 @@ class _Rectangle(NamedTuple):
     column: int
     move: Tensor | None  # M(s, c) [B, H, D, D], None for the identity
     operands: tuple[Tensor | None, ...]  # q, k, v, gate_q, gate_k, first_key
+
+
+class _Returned(NamedTuple):
+    """Gradients that reach each own piece from outside."""
+
+    dq_start: Sequence[Tensor]  # [B, T, HQ, D]
+    dk_end: Tensor  # [own pieces, B, T, H, D]
+    dv: Tensor  # [own pieces, B, T, H, DV]
+    d_product: Sequence[Tensor | None]  # [B, H, D, D]
+    d_gate: Tensor | None  # [own pieces, B, T, HQ]
 
 
 class _Scan:
@@ -258,22 +278,20 @@ class _Gradients:
             self.d_gate_q[r.row] += d_gate_q
             self.d_between[r.s + 1 : r.c] += d_gate_q.double().sum(-1)
 
-    def finish(
-        self,
-    ) -> tuple[Sequence[Tensor], Tensor, Tensor, Sequence[Tensor | None], Tensor | None]:
-        """dq_start, dk_end, dv, d_product and the log gate's gradient, of each own piece."""
+    def finish(self) -> _Returned:
+        """Sums over ranks."""
         scan = self.scan
         dk_end, dv, *d_after = scan.exchange.collect()
         d_product: Sequence[Tensor | None] = [None] * len(scan.own)
         if scan.products is not None:
             d_product = scan.reduce(self._d_products(scan.products)).unbind()
         if scan.gates is None:
-            return self.dq_start, dk_end, dv, d_product, None
+            return _Returned(self.dq_start, dk_end, dv, d_product, None)
         d_between = scan.reduce(self.d_between.unbind()).unsqueeze(-1)
         before = d_after[0].double()
         before = before.cumsum(-1) - before
         d_gate = self.d_gate_q.flip(-1).cumsum(-1).flip(-1) + before + d_between
-        return self.dq_start, dk_end, dv, d_product, d_gate.mT
+        return _Returned(self.dq_start, dk_end, dv, d_product, d_gate.mT)
 
     def _d_products(self, products: Sequence[Tensor]) -> list[Tensor]:
         """This rank's part of the gradient of every piece's product."""
