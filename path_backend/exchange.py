@@ -75,19 +75,21 @@ class GroupTransport:
         return lambda: _collectives.wait_tensor(y).view(self.ranks, *x.shape)
 
     def reduce_scatter(self, x: Tensor) -> Wait:
-        y = _collectives.reduce_scatter_tensor(x.flatten(0, 1), "sum", self.ranks, self.name)
+        y = _collectives.reduce_scatter_tensor(
+            x.contiguous().flatten(0, 1), "sum", self.ranks, self.name
+        )
         return lambda: _collectives.wait_tensor(y).view(x.shape[1:])
 
     def shift(self, x: Tensor, distance: int) -> Wait:
         sent, received = [0] * self.ranks, [0] * self.ranks
         sent[(self.rank + distance) % self.ranks] = x.numel()
         received[(self.rank - distance) % self.ranks] = x.numel()
-        y = _collectives.all_to_all_single(x.flatten(), received, sent, self.name)
+        y = _collectives.all_to_all_single(x.contiguous().flatten(), received, sent, self.name)
         return lambda: _collectives.wait_tensor(y).view(x.shape)
 
     def all_to_all(self, x: Tensor) -> Wait:
         sizes = [x[0].numel()] * self.ranks
-        y = _collectives.all_to_all_single(x.flatten(), sizes, sizes, self.name)
+        y = _collectives.all_to_all_single(x.contiguous().flatten(), sizes, sizes, self.name)
         return lambda: _collectives.wait_tensor(y).view(x.shape)
 
     def agree(self, description: str, device: torch.device) -> None:
