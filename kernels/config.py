@@ -68,6 +68,18 @@ def key_tiles(dtype: torch.dtype, width: int) -> Tiles:
     return Tiles(64, 64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
 
 
+def rectangle_tiles(dtype: torch.dtype, width: int) -> tuple[Tiles, Tiles, Tiles]:
+    """Tiles of the forward, the dq and the dk, dv pass between two pieces: those of the squares.
+
+    fp32 heads padded to 256 take smaller ones, since what stays is kept split into tf32 terms: 192
+    KiB of shared memory, 384 with 64 x 64. Slow: they spill.
+    """
+    backward = query_tiles(dtype, width), key_tiles(dtype, width)
+    if dtype == torch.float32 and width > 128:
+        backward = Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)
+    return forward_tiles(dtype, width), *backward
+
+
 SOLVE = "tf32x3" if triton.knobs.runtime.interpret else "bf16x6"
 """Products of the triangular solve, both exact to fp32: six 16-bit terms take either operand order
 (0.17 ms against 0.21 at D = 128, 2 x 8192 x 16 heads); the interpreter knows only tf32x3.

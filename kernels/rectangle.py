@@ -242,7 +242,7 @@ def rectangle_forward(
     """
     assert out.stride(-1) == 1 and lse.stride(-1) == 1, (out.stride(), lse.stride())
     B, TQ, HQ, D = q.shape
-    tile = config.forward_tiles(q.dtype, padded(max(D, v.shape[3])))
+    tile, _, _ = config.rectangle_tiles(q.dtype, padded(max(D, v.shape[3])))
     rectangle_forward_kernel[(triton.cdiv(TQ, tile.block_m), B * HQ)](
         **_arguments(q, k, v, gate_q, gate_k, first_key),
         **_tile_arguments(tile),
@@ -279,7 +279,7 @@ def rectangle_backward(
     d_gate_q = d_gate_k = None
     if gate_q is not None and gate_k is not None:
         d_gate_q, d_gate_k = lse.new_empty(gate_q.shape), lse.new_empty(gate_k.shape)
-    width = padded(max(D, DV))
+    _, query_tile, key_tile = config.rectangle_tiles(q.dtype, padded(max(D, DV)))
     shared = {
         **_arguments(q, k, v, gate_q, gate_k, first_key),
         **strides(("g", d_out)),
@@ -288,23 +288,21 @@ def rectangle_backward(
         "d_out_ptr": d_out,
         "scale": scale,
     }
-    tile = config.query_tiles(q.dtype, width)
-    rectangle_dq_kernel[(triton.cdiv(TQ, tile.block_m), B * HQ)](
+    rectangle_dq_kernel[(triton.cdiv(TQ, query_tile.block_m), B * HQ)](
         **shared,
-        **_tile_arguments(tile),
+        **_tile_arguments(query_tile),
         **strides(("dq", dq)),
         dq_ptr=dq,
         d_gate_q_ptr=d_gate_q,
     )
-    tile = config.key_tiles(q.dtype, width)
     reach = None
     if first_key is not None:
-        last_keys = torch.arange(0, TK, tile.block_n, device=q.device, dtype=torch.int32)
-        last_keys = (last_keys + (tile.block_n - 1)).repeat(B, 1)
+        last_keys = torch.arange(0, TK, key_tile.block_n, device=q.device, dtype=torch.int32)
+        last_keys = (last_keys + (key_tile.block_n - 1)).repeat(B, 1)
         reach = torch.searchsorted(first_key.contiguous(), last_keys, right=True, out_int32=True)
-    rectangle_dkdv_kernel[(triton.cdiv(TK, tile.block_n), B * H)](
+    rectangle_dkdv_kernel[(triton.cdiv(TK, key_tile.block_n), B * H)](
         **shared,
-        **_tile_arguments(tile),
+        **_tile_arguments(key_tile),
         **strides(("dk", dk), ("dv", dv)),
         reach_ptr=reach,
         dk_ptr=dk,

@@ -279,9 +279,10 @@ def test_rectangles(TQ, TK, gate):
     check_rectangle(rectangle(TQ, TK, gate=gate))
 
 
-@pytest.mark.parametrize(
-    "B, HQ, H, D, DV", [(2, 4, 2, 16, 16), (1, 3, 1, 24, 40), (1, 2, 2, 80, 7)]
-)
+HEADS = [(2, 4, 2, 16, 16), (1, 3, 1, 24, 40), (1, 2, 2, 80, 7), (1, 1, 1, 144, 8)]
+
+
+@pytest.mark.parametrize("B, HQ, H, D, DV", HEADS)
 def test_heads_and_widths_of_rectangles(B, HQ, H, D, DV):
     """Catches a query head on another group's keys or gates, and dk or dv of one head only."""
     check_rectangle(rectangle(130, 100, B=B, HQ=HQ, H=H, D=D, DV=DV, gate=True, first=(-10, 120)))
