@@ -238,7 +238,7 @@ def rectangle(TQ, TK, dtype=torch.float32, *, B=1, HQ=2, H=1, D=16, DV=16, gate=
         span = torch.linspace(*first, TQ) + 5 * torch.rand(B, 1)
         first_key = span.to(DEVICE, torch.int32).contiguous()
     return Rectangle(
-        draw(B, TQ, HQ, D, seed=1, dtype=dtype),
+        (draw(B, TQ, HQ, D, seed=1) * 4 / D**0.5).to(dtype),  # logits of about 1
         draw(B, TK, H, D, seed=2, dtype=dtype),
         draw(B, TK, H, DV, seed=3, dtype=dtype),
         -draw(B, HQ, TQ, seed=4).abs() if gate else None,
