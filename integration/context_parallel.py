@@ -30,7 +30,7 @@ LOAD_BALANCERS = ("headtail", None)
 ROTATE_METHODS = {"allgather": "allgather", "alltoall": "ring"}  # torchtitan's name: ours
 
 
-def check(job_config, attention: str) -> None:
+def check(job_config, attention: str, n_kv_heads: int) -> None:
     """Refuse what cannot work. Raises ValueError, before any collective, on every rank."""
     parallelism = job_config.parallelism
     degree = parallelism.context_parallel_degree
@@ -51,6 +51,12 @@ def check(job_config, attention: str) -> None:
                 f'parallelism.{key} must be one of {choices} with model.attention = "{attention}", '
                 f"got {value!r}"
             )
+    heads = n_kv_heads // parallelism.tensor_parallel_degree
+    if job_config.model.path.context_parallel == "heads" and heads % degree:
+        raise ValueError(
+            'model.path.context_parallel = "heads" needs a parallelism.context_parallel_degree '
+            f"that divides the {heads} key/value heads of each rank, got {degree}"
+        )
     divisor = 2 * degree * parallelism.tensor_parallel_degree
     for table, used in (("training", True), ("validation", job_config.validation.enable)):
         length = getattr(job_config, table).seq_len
@@ -66,7 +72,7 @@ def applied(
     parallelize: Callable[..., nn.Module],
     model: nn.Module,
     parallel_dims: ParallelDims,
-    rotate_method: str,
+    job_config,
 ) -> Iterator[None]:
     """Context in which torchtitan's `parallelize` gives `model` our context parallelism.
 
@@ -83,9 +89,12 @@ def applied(
             f"context parallelism needs a parallelize_fn whose module has {name}, "
             f"got none in {parallelize.__module__}"
         )
+    method = ROTATE_METHODS[job_config.parallelism.context_parallel_rotate_method]
+    if job_config.model.path.context_parallel == "heads":
+        method = "ulysses"
     theirs = namespace[name]
     namespace[name] = lambda modules, mesh, attention_type: share_sequences(
-        model, Shards(mesh.get_group(), ROTATE_METHODS[rotate_method])
+        model, Shards(mesh.get_group(), method)
     )
     try:
         yield

@@ -34,6 +34,7 @@ from path_backend.tasks import FlipFlop, Mqrar
 
 Attention = Literal["default", "path", "path_fox", "fox", "nope", "stick_breaking"]
 Implementation = Literal["auto", "torch", "triton"]
+Sharing = Literal["pieces", "heads"]
 MAX_CONV_WIDTH = 16  # every tap is one more pass over w; the paper uses 3
 
 
@@ -77,6 +78,14 @@ class Path:
     kernels on CUDA wherever they cover the case.
     """
 
+    context_parallel: Sharing = "pieces"
+    """
+    What each rank of context parallelism attends for. "pieces": its own tokens; keys and values of
+    others come as parallelism.context_parallel_rotate_method says. "heads": its share of the heads,
+    on whole sequences, for which tokens are exchanged before and after (Ulysses); the degree must
+    divide the key/value heads of a tensor parallel rank, and a sequence must fit on one rank.
+    """
+
     def __post_init__(self):
         _require(type(self.w_rank) is int and self.w_rank >= 0, self, "w_rank", "an integer >= 0")
         _require(
@@ -93,12 +102,9 @@ class Path:
             "a finite number > 0",
         )
         _require(type(self.document_mask) is bool, self, "document_mask", "true or false")
-        _require(
-            self.implementation in get_args(Implementation),
-            self,
-            "implementation",
-            f"one of {', '.join(get_args(Implementation))}",
-        )
+        for key, choices in (("implementation", Implementation), ("context_parallel", Sharing)):
+            names = get_args(choices)
+            _require(getattr(self, key) in names, self, key, f"one of {', '.join(names)}")
 
 
 @dataclass

@@ -132,7 +132,7 @@ class PathArgs:
                 f"{here} shards key/value heads: parallelism.tensor_parallel_degree must divide "
                 f"the {kv_heads} key/value heads of flavor {job_config.model.flavor!r}, got {tp}"
             )
-        context_parallel.check(job_config, self.attention)
+        context_parallel.check(job_config, self.attention, kv_heads)
 
 
 class TitanAttention(PathAttention):

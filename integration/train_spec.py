@@ -140,10 +140,7 @@ def _parallelize(
             _save_attention(stock, job_config)
             if parallel_dims.tp_enabled:
                 apply_tensor_parallel(model, parallel_dims.get_mesh("tp"))
-            rotate_method = job_config.parallelism.context_parallel_rotate_method
-            stack.enter_context(
-                context_parallel.applied(stock, model, parallel_dims, rotate_method)
-            )
+            stack.enter_context(context_parallel.applied(stock, model, parallel_dims, job_config))
         model = stock(model, parallel_dims, job_config)
     context_parallel.repair_model(model, parallel_dims)
     if parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled:

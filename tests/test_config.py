@@ -147,6 +147,7 @@ def test_choices_are_listed_once():
         ("gate_scale = nan", "model.path.gate_scale must be a finite number > 0, got nan"),
         ("document_mask = 1", "model.path.document_mask must be true or false, got 1"),
         ('implementation = "c"', "model.path.implementation must be one of auto, torch, triton"),
+        ('context_parallel = "head"', "context_parallel must be one of pieces, heads, got 'head'"),
         ("w_rnk = 1", r"\[model.path\] takes the keys w_rank, .*, got model.path.w_rnk = 1"),
     ],
 )

@@ -45,6 +45,10 @@ CP2 = "--parallelism.context_parallel_degree=2"
             r"context_parallel_load_balancer must be one of \('headtail', None\) .*, got 'ptrr'",
         ),
         (
+            ("--model.path.context_parallel=heads", "--parallelism.tensor_parallel_degree=16"),
+            r'"heads" needs .*context_parallel_degree .* the 1 key/value heads of each rank, got 2',
+        ),
+        (
             ("--model.attention=stick_breaking",),
             r'context_parallel_degree must be 1 with model.attention = "stick_breaking", got 2',
         ),
@@ -84,10 +88,10 @@ def test_needs_a_parallelize_fn_that_asks_for_it():
     dims = SimpleNamespace(cp_enabled=True)
     with (
         pytest.raises(ValueError, match="has apply_cp_to_attention_module, got none in test_"),
-        context_parallel.applied(own_parallelize, None, dims, "allgather"),
+        context_parallel.applied(own_parallelize, None, dims, None),
     ):
         pass
-    with context_parallel.applied(own_parallelize, None, SINGLE, "allgather"):
+    with context_parallel.applied(own_parallelize, None, SINGLE, None):
         pass
 
 

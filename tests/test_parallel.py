@@ -27,6 +27,7 @@ BY_LAYER = ("--activation_checkpoint.mode=selective",)
 BY_OP = (*BY_LAYER, "--activation_checkpoint.selective_ac_option=op")
 FULL = ("--activation_checkpoint.mode=full",)
 CONTIGUOUS = ("--parallelism.context_parallel_load_balancer=None",)
+HEADS = ("--model.path.context_parallel=heads",)
 RING = ("--parallelism.context_parallel_rotate_method=alltoall",)
 IN_BF16 = ("--training.mixed_precision_param=bfloat16",)
 IN_FLOAT8 = ("--model.converters=quantize.linear.float8",)
@@ -54,6 +55,7 @@ LAYOUTS = [
     Layout("CP2", context=2),
     Layout("CP2, contiguous", CONTIGUOUS, context=2),
     Layout("CP2, ring", RING, context=2),
+    Layout("CP2 by heads", HEADS, context=2),
     Layout("CP4, ring, gradient accumulation", RING, context=4, accumulate=2),
     Layout("FSDP2 x CP2", shard=2, context=2),
     Layout("TP2 x CP2", tensor=2, context=2),
