@@ -22,6 +22,7 @@ from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 
 from path_backend.layer import Shards
 from path_backend.layout import Layout
@@ -107,6 +108,7 @@ def share_sequences(model: nn.Module, shards: Shards) -> None:
     for block in model.layers.values():
         block.attention.shards = shards
     model.register_forward_pre_hook(_LayoutReader(shards), with_kwargs=True)
+    logger.info(f"Applied context parallelism ({shards.rotate_method}) to the attention")
 
 
 class _LayoutReader:

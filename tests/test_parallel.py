@@ -190,6 +190,18 @@ def test_tied_embeddings(parity, tmp_path, layout, attention):
     assert_same_training(run, parity.one_rank(column), layout.budget)
 
 
+def test_statistics_of_sequences_on_two_ranks(parity, tmp_path):
+    """Statistics of one rank's tokens logged as those of all, or FLOPs of a part of a sequence."""
+    column = Column("llama3", "path_fox")
+    run, expected = parity.run(tmp_path, column, Layout("CP2", context=2)), parity.one_rank(column)
+    names = [name for name in expected.scalars if name.startswith("path/")]
+    assert len(names) == 4 * 4
+    for name in names:
+        assert run.scalars[name] == pytest.approx(expected.scalars[name], rel=1e-4, abs=1e-6), name
+    flops = [r.scalars["tflops"][1] / r.scalars["throughput(tps)"][1] for r in (run, expected)]
+    assert flops[0] == pytest.approx(flops[1], rel=1e-5)
+
+
 @pytest.mark.parametrize("attention", ["nope", "stick_breaking"])
 def test_baselines(parity, tmp_path, attention):
     """Tensor parallelism of an attention without parameters of its own."""
