@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import parity_data  # noqa: F401 (adds the flavor)
 import pytest
@@ -119,8 +120,11 @@ def test_layout(tmp_path, overrides):
     ],
     ids=["low rank", "full rank", "gate"],
 )
-def test_logits_of_the_library(tmp_path, overrides):
+def test_logits_of_the_library(tmp_path, monkeypatch, overrides):
     """A layout that this file misread twice: here the library itself loads and runs the folder."""
+    # transformers imports a package `kernels` wherever it finds one, in this checkout too.
+    outside = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
+    monkeypatch.setattr(sys, "path", outside)
     library = pytest.importorskip("fla.models.path_attn")
     args = fla_checkpoint.job_args([*JOB, "--model.flavor=fla", *overrides])
     model = make_model(args, tmp_path / "hf", std=0.05)
