@@ -61,8 +61,8 @@ class Budget:
     tensor: float
 
 
-# On GPUs the kernels carry 16 bits through fp32 products: what another order of summation changes in
-# the last of 24 bits may turn one of these. Largest seen on H200: 9e-5, of beta's bias.
+# On GPUs the kernels carry 16 bits through fp32 products: what another order of summation changes
+# in the last of 24 bits may turn one of these. Largest seen on H200: 9e-5, of beta's bias.
 FP32 = Budget(loss=1e-5, tensor=3e-4) if torch.cuda.is_available() else Budget(1e-6, 1e-5)
 # Low precision against one rank in fp32, largest error of a gradient with the stock attention and
 # with ours: bf16 1e-2 and 6e-2, float8 1e-1 and 2e-1. Ours is that of beta's bias, one number per
