@@ -189,13 +189,12 @@ def shard_document_masks() -> None:
     stock.cp_shard = cp_shard
 
 
-def build_validator(
-    stock_builder: Callable[..., BaseValidator], *, parallel_dims: ParallelDims, **arguments
-) -> BaseValidator:
+def build_validator(stock_builder: Callable[..., BaseValidator], **arguments) -> BaseValidator:
     """torchtitan's validator, with the loss over all tokens under context parallelism."""
-    validator = stock_builder(parallel_dims=parallel_dims, **arguments)
-    if parallel_dims.cp_enabled and type(validator).validate is Validator.validate:
-        validator.parallel_dims = _DimsOfLoss(parallel_dims)
+    validator = stock_builder(**arguments)
+    dims = arguments.get("parallel_dims")
+    if dims and dims.cp_enabled and type(validator).validate is Validator.validate:
+        validator.parallel_dims = _DimsOfLoss(dims)
     return validator
 
 
