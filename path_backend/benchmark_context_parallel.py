@@ -23,8 +23,7 @@ from torch import Tensor
 
 from path_backend.attention import path_attention
 from path_backend.benchmark import Shape, draw, head_pair, preamble
-from path_backend.context_parallel import Layout, context_parallel_attention
-from path_backend.exchange import METHODS
+from path_backend.context_parallel import ROTATE_METHODS, Layout, context_parallel_attention
 from path_backend.testing import Inputs
 
 HEADER = (
@@ -185,7 +184,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--heads", type=head_pair, default=(32, 8), help="query/key-value heads")
     parser.add_argument("--width", type=int, default=128, help="of a head")
     parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=["path"])
-    parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--method", nargs="+", choices=ROTATE_METHODS, default=ROTATE_METHODS)
     parser.add_argument("--rep", type=int, default=10)
     parser.add_argument("--no-single", dest="single", action="store_false", help="skip one GPU")
     return parser.parse_args(arguments)

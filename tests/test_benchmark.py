@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from path_backend import benchmark, benchmark_context_parallel, peers
+from path_backend import benchmark, benchmark_context_parallel, context_parallel, peers
 
 TINY = "--lengths 70 130 --widths 16 --heads 2/1 --tokens 130 --rep 1".split()
 
@@ -188,3 +188,13 @@ def test_context_parallel_rows(capsys):
     row = dict(zip(header, capsys.readouterr().out.strip().split(","), strict=True))
     assert row["speedup"] == "2.000" and row["efficiency"] == "1.000"
     assert row["method"] == "ring" and row["both_ms"] == "200.000" and row["peak_gib"] == "2.500"
+
+
+def test_context_parallel_methods(capsys):
+    """A method that the function has and the benchmark does not offer, or one that it lacks."""
+    parse = benchmark_context_parallel.parse
+    assert tuple(parse([]).method) == context_parallel.ROTATE_METHODS
+    assert parse(["--method", "ulysses"]).method == ["ulysses"]
+    with pytest.raises(SystemExit):
+        parse(["--method", "alltoall"])
+    assert "invalid choice: 'alltoall'" in capsys.readouterr().err
