@@ -19,7 +19,7 @@ from path_backend.integration.task_error import wilson_interval
 
 BEGIN, END = "<!-- path-backend report: begin -->", "<!-- path-backend report: end -->"
 SUCCESS = 0.9  # of the word problem: accuracy at a length that counts as solved
-SHOWN_LENGTHS = (4, 8, 12, 16, 20, 24, 28, 32)
+SHOWN_LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32)
 # Yang et al., PaTH Attention (NeurIPS 2025): errors in %, in distribution, sparse, dense.
 PAPER_FLIP_FLOP = {
     "default": ("6.9", "40.3", "0.01"),
@@ -75,14 +75,25 @@ def _error(scores: list[dict[str, Any]]) -> str:
 
 
 def a5_word_problem(results: Results) -> str:
-    """The smallest depth that reaches `SUCCESS` at each length."""
-    depths = smallest_depths(results)
-    deepest = max((_depth(run) for run in results), default=0)
+    """The smallest depth that reaches `SUCCESS` at each length; bounds where depths did not run."""
+    found = smallest_depths(results)
     rows = [
-        [LABELS[name], *(str(found.get(n) or f"> {deepest}") for n in SHOWN_LENGTHS)]
-        for name, found in depths.items()
+        [
+            LABELS[attention],
+            *(_depth_cell(found[attention], length, _depths(runs)) for length in SHOWN_LENGTHS),
+        ]
+        for attention, runs in _by_attention(results)
     ]
     return table(["layers, by length", *map(str, SHOWN_LENGTHS)], rows)
+
+
+def _depth_cell(found: dict[int, int | None], length: int, ran: list[int]) -> str:
+    if length not in found:
+        return "not run"
+    depth = found[length]
+    if depth is None:
+        return f"> {ran[-1]}"
+    return str(depth) if depth == 1 or depth - 1 in ran else f"<= {depth}"
 
 
 def smallest_depths(results: Results) -> dict[str, dict[int, int | None]]:
@@ -109,6 +120,10 @@ def _by_position(run: dict[str, Any]) -> list[float]:
 
 def _depth(run: dict[str, Any]) -> int:
     return int(run["job"]["model"].split("task_")[1].split("x")[0])
+
+
+def _depths(runs: Results) -> list[int]:
+    return sorted({_depth(run) for run in runs})
 
 
 def mqrar(results: Results) -> str:
@@ -153,16 +168,19 @@ def _first_text(runs: Results) -> list[dict[str, Any]]:
 
 
 def plot_a5_word_problem(results: Results, path: Path) -> None:
-    """Layers needed over the length; what no depth solves lies above the deepest."""
+    """Layers needed over the length; what no depth that ran solves lies above the deepest."""
     pyplot = _pyplot()
-    deepest = max(_depth(run) for run in results)
+    deepest = max(_depths(results))
     figure, axis = pyplot.subplots(figsize=(6.4, 3.6))
-    for i, (attention, found) in enumerate(smallest_depths(results).items()):
+    for i, (attention, runs) in enumerate(_by_attention(results)):
+        found = smallest_depths(runs)[attention]
         shift = 0.06 * (i - 2.5)  # lines that coincide stay visible
         needed = [(depth or deepest + 1) + shift for depth in found.values()]
-        axis.step(list(found), needed, where="mid", **_style(attention))
+        style = _style(attention)
+        style["label"] += f", layers {', '.join(map(str, _depths(runs)))}"
+        axis.step(list(found), needed, where="mid", **style)
     axis.set_ylim(0.5, deepest + 1.5)
-    axis.set_yticks(range(1, deepest + 2), [*range(1, deepest + 1), f"> {deepest}"])
+    axis.set_yticks(range(1, deepest + 2), [*range(1, deepest + 1), "none"])
     axis.set_xlabel("length")
     axis.set_ylabel(f"layers for {SUCCESS:.0%} accuracy")
     _finish(figure, axis, path)
@@ -248,7 +266,8 @@ def _provenance(results: Results) -> str:
     torches = every(run["versions"]["torch"] for run in results)
     dates = sorted(run["date"][:10] for run in results)
     span = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    return f"Runs: {len(results)}, on {devices}, torch {torches}, {span}."
+    steps = ", ".join(f"{step:,}" for step in sorted({run["step"] for run in results}))
+    return f"Runs: {len(results)} of {steps} steps, on {devices}, torch {torches}, {span}."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

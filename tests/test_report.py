@@ -12,6 +12,7 @@ def result(attention, **content):
         "device": "card",
         "versions": {"torch": "2.11"},
         "date": "2026-11-29 22:00 UTC",
+        "step": 4000,
         "job": {"attention": attention, "seq_len": 4, "model": "llama3 task_2x128"},
         **content,
     }
@@ -55,7 +56,14 @@ def test_smallest_depths():
     ]
     depths = report.smallest_depths(runs)
     assert depths == {"path": {2: 1, 3: 1, 4: None}, "fox": {2: None}}
-    assert report.a5_word_problem(runs).splitlines()[2].startswith("| `path` | > 2 |")
+
+
+def test_a5_word_problem():
+    """A bound of one attention taken from depths or lengths that only another one ran."""
+    runs = [a5("path", 1, [0.0, 0.0, 0.5, 0.5]), a5("fox", 3, [0.0, 0.0])]
+    rows = report.a5_word_problem(runs).splitlines()[2:]
+    assert rows[0].startswith("| `path` | 1 | > 1 | > 1 | not run |")
+    assert rows[1].startswith("| `fox` | <= 3 | not run |")
 
 
 def test_mqrar():
@@ -110,7 +118,7 @@ def test_readme_and_pictures(tmp_path):
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith(f"{report.END}\nafter\n")
     assert "old" not in text and text.count("**Word problem of A5**") == 1
-    assert "Runs: 1, on card, torch 2.11, 2026-11-29." in text
+    assert "Runs: 1 of 4,000 steps, on card, torch 2.11, 2026-11-29." in text
     assert "Without a result: mqrar/path (exit 1)." in text
     for group in report.PLOTS:
         assert (tmp_path / f"{group}.png").stat().st_size > 5000
