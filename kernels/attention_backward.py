@@ -6,16 +6,31 @@ With p = exp(logits - lse), delta = rowsum(d_out * out) and everything in the fr
     dv = p^T d_out                      dq = scale ds k         dk = scale ds^T q
     dG_i = rowsum_i(ds) - colsum_i(ds)  of the running gate sum G
 
-Two passes, neither with atomics: one program per query tile (dq of every level, the gradient of the
-local logits, row sums), one per key tile (dk of every level, dv, column sums). dq and dk of a level
-are those of its squares alone; the sweep's backward joins the levels.
+Two passes, neither with atomics: one program per query chunk (dq, the gradient of the local logits,
+row sums), one per key chunk (dk, dv, column sums). Levels come from the top down, so that dq and dk
+move along: with what came back from above, P the sibling's product,
+
+    right block:  q+ = P q      dq = P^T dq+ + that of its square        dP += dq+ q^T
+    left block:   k+ = P^T k    dk = P dk+   + that of its square        dP += k dk+^T
+
+dq+ and dk+ are kept for dP; at the end dq and dk are the gradients of q_start and k_end.
 """
 
 import triton
 import triton.language as tl
 
-from .attention_forward import diagonal_logits, load_gate, load_query_pair
-from .tiles import GATE_SPAN, RUNTIME, load_full_tile, load_tile, rows_of_level, store_tile
+from .attention_forward import diagonal_logits, load_gate
+from .sweep import key_moves, query_moves
+from .tiles import (
+    GATE_SPAN,
+    RUNTIME,
+    load_full_tile,
+    load_square,
+    load_tile,
+    move,
+    rows_of_level,
+    store_tile,
+)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -35,6 +50,13 @@ def delta_kernel(
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     rows = m0 + tl.arange(0, BLOCK_M)
     tl.store(delta_ptr + q_head.to(tl.int64) * T + rows, delta, mask=rows < T)
+
+
+@triton.jit
+def load_rows(lse_ptr, delta_ptr, rows, T):
+    """Base-2 log-sum-exp and delta of query rows; a row past the end gets probability zero."""
+    lse = tl.load(lse_ptr + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
+    return lse, tl.load(delta_ptr + rows, mask=rows < T, other=0.0)
 
 
 @triton.jit
@@ -66,17 +88,17 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr,
-    lse_ptr, delta_ptr, d_out_ptr, dq_ptr, dq_levels_ptr, d_local_ptr, row_sum_ptr, stride_qb,
-    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_dqb, stride_dqt, stride_dqh, T, HQ, num_chunks,
-    num_levels, total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
+    start_ptr, lse_ptr, delta_ptr, d_out_ptr, dq_ptr, dq_moved_ptr, d_local_ptr, row_sum_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
+    stride_vh, stride_gb, stride_gt, stride_gh, stride_dqb, stride_dqt, stride_dqh, T, HQ,
+    num_chunks, num_levels, total_rows, moved_rows, total_blocks, scale, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, MOVE: tl.constexpr,
 ):  # fmt: skip
-    """Pass of one query tile. With reflections dq goes to the levels, without them to dq itself."""
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    """Pass of one query tile. dq is that of q_start with reflections, of q without."""
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
     q_head = tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
     h = hq // GROUP
@@ -85,16 +107,17 @@ def attention_dq_kernel(
     q_ptr += b * stride_qb + hq * stride_qh
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
+    d_out_ptr += b * stride_gb + hq * stride_gh
     q_levels_ptr += q_head * total_rows * BLOCK_D
-    dq_levels_ptr += q_head * total_rows * BLOCK_D
     k_levels_ptr += head * total_rows * BLOCK_D
+    dq_moved_ptr += q_head * moved_rows * BLOCK_D
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
     d_local_ptr += q_head * num_chunks * CHUNK * CHUNK
     gate_ptr += q_head * T
     offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
     logit_scale = scale * 1.4426950408889634
 
-    row = tl.arange(0, BLOCK_M)
+    row = tl.arange(0, CHUNK)
     rows = m0 + row
     gate_ref = tl.load(offset_ptr + m0 // GATE_SPAN) if HAS_GATE else 0.0
     gate_q = row.to(tl.float32)
@@ -105,111 +128,79 @@ def attention_dq_kernel(
     if HAS_DOC:
         first_key = tl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
         document = tl.load(start_ptr + b * T + m0)
-    lse = (
-        tl.load(lse_ptr + q_head * T + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
-    )
-    delta = tl.load(delta_ptr + q_head * T + rows, mask=rows < T, other=0.0)
-    d_out = load_tile(
-        d_out_ptr + b * stride_gb + hq * stride_gh, m0, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V
-    )
+    lse, delta = load_rows(lse_ptr + q_head * T, delta_ptr + q_head * T, rows, T)
+    d_out = load_tile(d_out_ptr, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
 
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_PATH:
-        q = load_query_pair(q_levels_ptr, m0, T, BLOCK_D, CHUNK, BLOCK_M)
-    else:
-        q = load_tile(q_ptr, m0, stride_qt, T, BLOCK_M, BLOCK_D, HEAD_DIM)
-
-    for part in tl.static_range(BLOCK_M // CHUNK):
-        s = diagonal_logits(
-            q, q, k_ptr, k_levels_ptr, local_ptr, m0, part, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK,
-            BLOCK_M, HAS_PATH, PRECISION,
-        )  # fmt: skip
-        s *= logit_scale
-        keys = m0 + part * CHUNK + tl.arange(0, CHUNK)
-        if HAS_GATE:
-            s += gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, m0, T, gate_ref)[None, :]
-        visible = (keys[None, :] <= rows[:, None]) & (rows < T)[:, None]
-        if HAS_DOC:
-            visible &= keys[None, :] >= first_key[:, None]
-        p = tl.where(visible, tl.math.exp2(s - lse[:, None]), 0.0)
-        v = load_tile(v_ptr, m0 + part * CHUNK, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
-        ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-        if HAS_GATE:
-            row_sum += tl.sum(ds, 1)
-        if HAS_PATH:
-            own = (row // CHUNK == part) & (rows < num_chunks * CHUNK)
-            pointers = (
-                d_local_ptr + rows.to(tl.int64)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-            )
-            tl.store(pointers, ds * scale, mask=own[:, None])
-            if (BLOCK_M > CHUNK) and (part == 0):
-                limit = tl.where(m0 + CHUNK < T, m0 // 2 + CHUNK, 0)
-                k = load_tile(k_levels_ptr, m0 // 2, BLOCK_D, limit, CHUNK, BLOCK_D, BLOCK_D)
-                square = tl.where(own[:, None], 0.0, ds).to(k.dtype)
-                pair = tl.dot(square, k, input_precision=PRECISION) * scale
-                pointers = (
-                    dq_levels_ptr
-                    + (m0 // 2 + row - CHUNK)[:, None] * BLOCK_D
-                    + tl.arange(0, BLOCK_D)[None, :]
-                )
-                mask = (row >= CHUNK) & (rows < num_chunks * CHUNK)
-                tl.store(pointers, pair.to(dq_levels_ptr.dtype.element_ty), mask=mask[:, None])
-        else:
-            k = load_tile(k_ptr, m0 + part * CHUNK, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    dq = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+    row_sum = tl.zeros([CHUNK], tl.float32)
+    q = load_tile(q_ptr, m0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
+    s = diagonal_logits(
+        q, k_ptr, local_ptr, m0, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK, HAS_PATH, PRECISION
+    )  # fmt: skip
+    s *= logit_scale
+    if HAS_GATE:
+        s += gate_q[:, None] - gate_q[None, :]
+    visible = (rows[None, :] <= rows[:, None]) & (rows < T)[:, None]
+    if HAS_DOC:
+        visible &= rows[None, :] >= first_key[:, None]
+    p = tl.where(visible, tl.math.exp2(s - lse[:, None]), 0.0)
+    v = load_tile(v_ptr, m0, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
+    ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    if HAS_GATE:
+        row_sum += tl.sum(ds, 1)
 
     if HAS_PATH:
-        row_base = 0
-        for level in range(0, num_levels):
-            half = CHUNK << level
+        store_tile(d_local_ptr, m0, CHUNK, m0 + CHUNK, ds * scale, CHUNK, CHUNK, CHUNK)
+        row_base = total_rows
+        block_base = head * total_blocks + total_blocks
+        for step in range(num_levels):
+            half = CHUNK << (num_levels - 1 - step)
             block = m0 // half
-            if (half >= BLOCK_M) & (block % 2 == 1):
+            row_base -= rows_of_level(T, num_levels - 1 - step, CHUNK)
+            if step > 0:
+                block_base -= T // half
+            if (block % 2 == 1) & (block * half > document):
                 left = (block - 1) * half
-                shift = row_base - left // 2
-                here = row_base + left // 2 + m0 - block * half
-                end = row_base + left // 2 + num_chunks * CHUNK - block * half
-                q = load_tile(q_levels_ptr, here, BLOCK_D, end, BLOCK_M, BLOCK_D, BLOCK_D)
+                here = row_base + left // 2 + m0 % half
+                if query_moves(m0, half):
+                    store_tile(
+                        dq_moved_ptr, here, BLOCK_D, moved_rows, dq * scale, CHUNK, BLOCK_D, BLOCK_D
+                    )
+                    product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
+                    dq = move(dq, product, False, MOVE)
+                q_here = load_full_tile(q_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
+                shift = tl.cast(row_base - left // 2, tl.int64)
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
-                dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
                 dq, row_sum = query_gradient(
-                    dq, row_sum, q, d_out, lse, delta, k_levels_ptr + tl.cast(shift, tl.int64) *
-                    BLOCK_D, v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half,
-                    gate_q, gate_ref, first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V,
-                    BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
+                    dq, row_sum, q_here, d_out, lse, delta, k_levels_ptr + shift * BLOCK_D, v_ptr,
+                    gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref,
+                    first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
+                    HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
-                store_tile(dq_levels_ptr, here, BLOCK_D, end, dq * scale, BLOCK_M, BLOCK_D, BLOCK_D)
-            row_base += rows_of_level(T, level, CHUNK)
+        dq_ptr += q_head * num_chunks * CHUNK * BLOCK_D
+        store_tile(dq_ptr, m0, BLOCK_D, m0 + CHUNK, dq * scale, CHUNK, BLOCK_D, BLOCK_D)
     else:
+        k = load_tile(k_ptr, m0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         dq, row_sum = query_gradient(
             dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt,
             stride_vt, document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T,
             logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC,
             PRECISION,
         )  # fmt: skip
-        store_tile(
-            dq_ptr + b * stride_dqb + hq * stride_dqh,
-            m0,
-            stride_dqt,
-            T,
-            dq * scale,
-            BLOCK_M,
-            BLOCK_D,
-            HEAD_DIM,
-        )
+        dq_ptr += b * stride_dqb + hq * stride_dqh
+        store_tile(dq_ptr, m0, stride_dqt, T, dq * scale, CHUNK, BLOCK_D, HEAD_DIM)
     if HAS_GATE:
         tl.store(row_sum_ptr + q_head * T + rows, row_sum, mask=rows < T)
 
 
 @triton.jit
 def key_gradient(
-    dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, square, MASKED: tl.constexpr,
+    dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, MASKED: tl.constexpr,
     NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of transposed base-2 logits s [N, M]: adds to dk (without scale), dv and the column
-    sums of ds.
-
-    MASKED: only `visible` pairs count at all, and only those of `square` reach dk.
+    sums of ds. MASKED: only `visible` pairs count.
     """
     p = tl.math.exp2(s - lse[None, :])
     if MASKED:
@@ -220,17 +211,8 @@ def key_gradient(
         if HAS_GATE:
             col_sum += tl.sum(ds, 1)
         if NEEDS_DK:
-            if MASKED:
-                ds = tl.where(square, ds, 0.0)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv, col_sum
-
-
-@triton.jit
-def load_rows(lse_ptr, delta_ptr, rows, T):
-    """Base-2 log-sum-exp and delta of query rows; a row past the end gets probability zero."""
-    lse = tl.load(lse_ptr + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
-    return lse, tl.load(delta_ptr + rows, mask=rows < T, other=0.0)
 
 
 @triton.jit
@@ -263,40 +245,27 @@ def key_pass(
             first_key = tl.load(start_ptr + rows, mask=rows < T, other=0)
             visible = keys[:, None] >= first_key[None, :]
         dk, dv, col_sum = key_gradient(
-            dk,
-            dv,
-            col_sum,
-            s,
-            v,
-            q,
-            d_out,
-            lse,
-            delta,
-            visible,
-            visible,
-            HAS_DOC,
-            True,
-            HAS_GATE,
-            PRECISION,
-        )
+            dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, HAS_DOC, True, HAS_GATE, PRECISION
+        )  # fmt: skip
     return dk, dv, col_sum
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr,
-    end_ptr, lse_ptr, delta_ptr, d_out_ptr, dk_ptr, dv_ptr, dk_levels_ptr, col_sum_ptr, stride_qb,
-    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt,
-    stride_dvh, T, HQ, num_chunks, num_levels, total_rows, scale, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
+    start_ptr, end_ptr, lse_ptr, delta_ptr, d_out_ptr, dk_ptr, dv_ptr, dk_moved_ptr, col_sum_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
+    stride_vh, stride_gb, stride_gt, stride_gh, stride_dkb, stride_dkt, stride_dkh, stride_dvb,
+    stride_dvt, stride_dvh, T, HQ, num_chunks, num_levels, total_rows, moved_rows, total_blocks,
+    scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    MOVE: tl.constexpr,
 ):  # fmt: skip
-    """Pass of one key tile over every query head of its group; logits are transposed, [BLOCK_N,
-    rows].
+    """Pass of one key tile over every query head of its group; logits are transposed, [CHUNK,
+    rows]. dk is that of k_end with reflections, of k without.
     """
-    n0 = tl.program_id(0) * BLOCK_N
+    n0 = tl.program_id(0) * CHUNK
     head = tl.program_id(1)
     H = HQ // GROUP
     b, h = (head // H).to(tl.int64), head % H
@@ -305,10 +274,11 @@ def attention_dkdv_kernel(
     q_ptr += b * stride_qb + h * GROUP * stride_qh
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
+    dv_ptr += b * stride_dvb + h * stride_dvh
     d_out_ptr += b * stride_gb + h * GROUP * stride_gh
     q_levels_ptr += q_head * total_rows * BLOCK_D
     k_levels_ptr += head * total_rows * BLOCK_D
-    dk_levels_ptr += head * total_rows * BLOCK_D
+    dk_moved_ptr += head * moved_rows * BLOCK_D
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
     lse_ptr += q_head * T
     delta_ptr += q_head * T
@@ -319,73 +289,43 @@ def attention_dkdv_kernel(
     start_ptr += b * T
     logit_scale = scale * 1.4426950408889634
 
-    key = tl.arange(0, BLOCK_N)
+    key = tl.arange(0, CHUNK)
     keys = n0 + key
-    v = load_tile(v_ptr, n0, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
+    v = load_tile(v_ptr, n0, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
+    k = load_tile(k_ptr, n0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
     reach = T
     if HAS_DOC:
-        reach = tl.load(end_ptr + b * T + tl.minimum(n0 + BLOCK_N, T) - 1)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    if HAS_PATH:
-        pair_end = tl.where((n0 + CHUNK < T) & (BLOCK_N > CHUNK), n0 // 2 + CHUNK, 0)
-        k = load_tile(k_levels_ptr, n0 // 2, BLOCK_D, pair_end, BLOCK_N, BLOCK_D, BLOCK_D)
-    else:
-        k = load_tile(k_ptr, n0, stride_kt, T, BLOCK_N, BLOCK_D, HEAD_DIM)
+        reach = tl.load(end_ptr + b * T + tl.minimum(n0 + CHUNK, T) - 1)
+    dv = tl.zeros([CHUNK, BLOCK_DV], tl.float32)
+    dk = tl.zeros([CHUNK, BLOCK_D], tl.float32)
 
     for g in tl.range(GROUP, num_stages=1):
-        col_sum = tl.zeros([BLOCK_N], tl.float32)
+        col_sum = tl.zeros([CHUNK], tl.float32)
         gate_ref = tl.load(offset_ptr + g * spans + n0 // GATE_SPAN) if HAS_GATE else 0.0
         gate_k = key.to(tl.float32)
+        lse, delta = load_rows(lse_ptr + g * T, delta_ptr + g * T, keys, T)
+        d_out = load_tile(d_out_ptr + g * stride_gh, n0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
+        q = load_tile(q_ptr + g * stride_qh, n0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
+        if HAS_PATH:
+            first = (g * num_chunks * CHUNK + n0).to(tl.int64) * CHUNK
+            s = tl.load(local_ptr + first + key[None, :] * CHUNK + key[:, None])
+        else:
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        s *= logit_scale
         if HAS_GATE:
             gate_k = tl.load(gate_ptr + g * T + keys, mask=keys < T, other=0.0)
-        for part in tl.static_range(BLOCK_N // CHUNK):
-            m0 = n0 + part * CHUNK
-            rows = m0 + tl.arange(0, CHUNK)
-            lse, delta = load_rows(lse_ptr + g * T, delta_ptr + g * T, rows, T)
-            d_out = load_tile(
-                d_out_ptr + g * stride_gh, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V
-            )
-            own = (key // CHUNK == part)[:, None]
-            if HAS_PATH:
-                pointers = (
-                    local_ptr
-                    + (g * num_chunks * CHUNK + rows)[None, :] * CHUNK
-                    + (key % CHUNK)[:, None]
-                )
-                s = tl.load(pointers, mask=own & (rows < T)[None, :], other=0.0)
-                limit = tl.where(part > 0, n0 // 2 + T - m0, 0)
-                q = load_tile(
-                    q_levels_ptr + tl.cast(g, tl.int64) * total_rows * BLOCK_D,
-                    n0 // 2,
-                    BLOCK_D,
-                    limit,
-                    CHUNK,
-                    BLOCK_D,
-                    BLOCK_D,
-                )
-                if part > 0:
-                    s = tl.where(own, s, tl.dot(k, tl.trans(q), input_precision=PRECISION))
-            else:
-                q = load_tile(q_ptr + g * stride_qh, m0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
-                s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            s *= logit_scale
-            if HAS_GATE:
-                gate_q = load_gate(gate_ptr + g * T, offset_ptr + g * spans, rows, n0, T, gate_ref)
-                s += gate_q[None, :] - gate_k[:, None]
-            visible = (keys[:, None] <= rows[None, :]) & (rows < T)[None, :]
-            if HAS_DOC:
-                first_key = tl.load(start_ptr + rows, mask=rows < T, other=0)
-                visible &= keys[:, None] >= first_key[None, :]
-            # the local logits' dk is the chunk backward's; only the square between two chunks
-            # enters here
-            square = visible if not HAS_PATH else visible & (own == 0)
-            dk, dv, col_sum = key_gradient(
-                dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, square, True, (not HAS_PATH)
-                or part > 0, HAS_GATE, PRECISION,
-            )  # fmt: skip
+            s += gate_k[None, :] - gate_k[:, None]
+        visible = (keys[:, None] <= keys[None, :]) & (keys < T)[None, :]
+        if HAS_DOC:
+            first_key = tl.load(start_ptr + keys, mask=keys < T, other=0)
+            visible &= keys[:, None] >= first_key[None, :]
+        # with reflections the local logits' dk is the chunk backward's
+        dk, dv, col_sum = key_gradient(
+            dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, True, not HAS_PATH, HAS_GATE,
+            PRECISION,
+        )  # fmt: skip
         if not HAS_PATH:
-            lo = n0 + BLOCK_N
+            lo = n0 + CHUNK
             middle = tl.maximum(lo, tl.minimum(reach, T // BLOCK_M * BLOCK_M))
             for whole in tl.static_range(2):
                 dk, dv, col_sum = key_pass(
@@ -399,22 +339,27 @@ def attention_dkdv_kernel(
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
 
     if HAS_PATH:
-        if BLOCK_N > CHUNK:
-            store_tile(
-                dk_levels_ptr, n0 // 2, BLOCK_D, pair_end, dk * scale, BLOCK_N, BLOCK_D, BLOCK_D
-            )
-        row_base = 0
-        for level in range(0, num_levels):
-            half = CHUNK << level
-            right = (n0 // half + 1) * half
-            if (half >= BLOCK_N) & (n0 // half % 2 == 0) & (right < T):
+        row_base = total_rows
+        block_base = head * total_blocks + total_blocks
+        for step in range(num_levels):
+            half = CHUNK << (num_levels - 1 - step)
+            block = n0 // half
+            right = (block + 1) * half
+            row_base -= rows_of_level(T, num_levels - 1 - step, CHUNK)
+            if step > 0:
+                block_base -= T // half
+            if (block % 2 == 0) & (right < reach):
                 here = row_base + (right - half) // 2 + n0 % half
-                end = row_base + (right + half) // 2
+                if key_moves(n0, half, T):
+                    store_tile(
+                        dk_moved_ptr, here, BLOCK_D, moved_rows, dk * scale, CHUNK, BLOCK_D, BLOCK_D
+                    )
+                    product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
+                    dk = move(dk, product, True, MOVE)
                 shift = tl.cast(row_base + (right - half) // 2 - right, tl.int64)
-                k = load_tile(k_levels_ptr, here, BLOCK_D, end, BLOCK_N, BLOCK_D, BLOCK_D)
-                dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+                k_here = load_full_tile(k_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
                 for g in tl.range(GROUP, num_stages=1):
-                    col_sum = tl.zeros([BLOCK_N], tl.float32)
+                    col_sum = tl.zeros([CHUNK], tl.float32)
                     gate_ref = (
                         tl.load(offset_ptr + g * spans + n0 // GATE_SPAN) if HAS_GATE else 0.0
                     )
@@ -425,7 +370,7 @@ def attention_dkdv_kernel(
                     middle = tl.maximum(right, tl.minimum(hi, T // BLOCK_M * BLOCK_M))
                     for whole in tl.static_range(2):
                         dk, dv, col_sum = key_pass(
-                            dk, dv, col_sum, k, v, q_levels_ptr + (g * total_rows + shift) *
+                            dk, dv, col_sum, k_here, v, q_levels_ptr + (g * total_rows + shift) *
                             BLOCK_D, d_out_ptr + g * stride_gh, lse_ptr + g * T, delta_ptr + g * T,
                             gate_ptr + g * T, offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt,
                             right if whole == 0 else middle, middle if whole == 0 else hi, T, keys,
@@ -436,26 +381,9 @@ def attention_dkdv_kernel(
                         tl.debug_barrier()  # the sums so far were stored by other threads
                         col_sum += tl.load(col_sum_ptr + g * T + keys)
                         tl.store(col_sum_ptr + g * T + keys, col_sum)
-                store_tile(dk_levels_ptr, here, BLOCK_D, end, dk * scale, BLOCK_N, BLOCK_D, BLOCK_D)
-            row_base += rows_of_level(T, level, CHUNK)
+        dk_ptr += head * num_chunks * CHUNK * BLOCK_D
+        store_tile(dk_ptr, n0, BLOCK_D, n0 + CHUNK, dk * scale, CHUNK, BLOCK_D, BLOCK_D)
     else:
-        store_tile(
-            dk_ptr + b * stride_dkb + h * stride_dkh,
-            n0,
-            stride_dkt,
-            T,
-            dk * scale,
-            BLOCK_N,
-            BLOCK_D,
-            HEAD_DIM,
-        )
-    store_tile(
-        dv_ptr + b * stride_dvb + h * stride_dvh,
-        n0,
-        stride_dvt,
-        T,
-        dv,
-        BLOCK_N,
-        BLOCK_DV,
-        HEAD_DIM_V,
-    )
+        dk_ptr += b * stride_dkb + h * stride_dkh
+        store_tile(dk_ptr, n0, stride_dkt, T, dk * scale, CHUNK, BLOCK_D, HEAD_DIM)
+    store_tile(dv_ptr, n0, stride_dvt, T, dv, CHUNK, BLOCK_DV, HEAD_DIM_V)

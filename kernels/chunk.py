@@ -1,4 +1,4 @@
-"""One chunk: the UT transform's triangular inverse. Gradients: chunk_backward.py.
+"""One chunk: the UT transform's triangular inverse and product. Gradients: chunk_backward.py.
 
 With W [C, D] the chunk's unit vectors, B = diag(beta), S = strict upper triangle of W W^T:
 
@@ -30,56 +30,66 @@ def merge_blocks(inverse, n, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION:
     return inverse - tl.dot(inverse, edge, input_precision=PRECISION)
 
 
+@triton.jit
+def invert_diagonal(inverse_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """(I + n)^-1 of the diagonal blocks of n [C, C], fp32, in place."""
+    PARTS: tl.constexpr = CHUNK // BLOCK
+    offs = tl.arange(0, BLOCK)
+    rows = tl.arange(0, PARTS)[:, None] * BLOCK + offs[None, :]
+    blocks = inverse_ptr + rows[:, :, None] * CHUNK + rows[:, None, :]
+    n = tl.load(blocks)
+    # blocks of two are inverted by a sign
+    pair = (offs[:, None] % 2 == 0) & (offs[:, None] + 1 == offs[None, :])
+    one = tl.where(offs[:, None] == offs[None, :], 1.0, 0.0)
+    inverse = one[None, :, :] - tl.where(pair[None, :, :], n, 0.0)
+    inverse = merge_blocks(inverse, n, BLOCK, 2, "ieee")
+    inverse = merge_blocks(inverse, n, BLOCK, 4, "ieee")
+    inverse = merge_blocks(inverse, n, BLOCK, 8, "ieee")
+    tl.store(blocks, inverse)
+
+
 @triton.jit(do_not_specialize=RUNTIME)
-def chunk_inverse_kernel(
-    w_ptr, beta_ptr, inverse_ptr, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    T, H, num_chunks, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+def chunk_kernel(
+    w_ptr, beta_ptr, inverse_ptr, product_ptr, stride_wb, stride_wt, stride_wh, stride_bb,
+    stride_bt, stride_bh, T, H, num_chunks, num_blocks, total_blocks, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
-    """M^-1 [C, C] of every chunk by blocked substitution, fp32."""
+    """M^-1 [C, C] of every chunk by blocked substitution, fp32, and P of the first num_blocks."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     w_ptr += b * stride_wb + h * stride_wh
     beta_ptr += b * stride_bb + h * stride_bh
-    first = chunk * CHUNK
-    inverse_ptr += (head.to(tl.int64) * num_chunks + chunk) * CHUNK * CHUNK
-
-    # diagonal blocks, computed as a batch: cutting them out of the whole product costs 200
-    # registers
-    PARTS: tl.constexpr = CHUNK // 16
-    rows = tl.arange(0, PARTS)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    offs_d = tl.arange(0, BLOCK_D)
-    mask = (first + rows < T)[:, :, None] & (offs_d < HEAD_DIM)[None, None, :]
-    base = w_ptr + first.to(tl.int64) * stride_wt
-    w = tl.load(base + rows[:, :, None] * stride_wt + offs_d[None, None, :], mask=mask, other=0.0)
-    beta = tl.load(beta_ptr + (first + rows) * stride_bt, mask=first + rows < T, other=0.0)
-    offs = tl.arange(0, 16)
-    upper = (offs[:, None] < offs[None, :])[None, :, :]
-    n = tl.where(
-        upper, beta[:, :, None] * tl.dot(w, tl.permute(w, (0, 2, 1)), input_precision="tf32x3"), 0.0
-    )
-    blocks = (
-        inverse_ptr
-        + rows[:, :, None] * CHUNK
-        + (tl.arange(0, PARTS)[:, None] * 16 + offs[None, :])[:, None, :]
-    )
-    inverse = tl.where((offs[:, None] == offs[None, :])[None, :, :], 1.0, 0.0) + tl.zeros_like(n)
-    inverse = merge_blocks(inverse, n, 16, 1, "ieee")
-    inverse = merge_blocks(inverse, n, 16, 2, "ieee")
-    inverse = merge_blocks(inverse, n, 16, 4, "ieee")
-    inverse = merge_blocks(inverse, n, 16, 8, "ieee")
-    tl.store(blocks, inverse)
-    tl.debug_barrier()  # rows come back to other threads
-
-    w = load_tile(w_ptr, first, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
+    head = head.to(tl.int64)
+    inverse_ptr += (head * num_chunks + chunk) * CHUNK * CHUNK
+    product_ptr += (head * total_blocks + chunk) * BLOCK_D * BLOCK_D
+    w = load_tile(w_ptr, chunk * CHUNK, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
     offs = tl.arange(0, CHUNK)
-    beta = tl.load(beta_ptr + (first + offs) * stride_bt, mask=first + offs < T, other=0.0)
+    rows = chunk * CHUNK + offs
+    beta = tl.load(beta_ptr + rows * stride_bt, mask=rows < T, other=0.0)
     n = beta[:, None] * dot(w, tl.trans(w), PRECISION)
+    n = tl.where(offs[:, None] < offs[None, :], n, 0.0)
     square = inverse_ptr + offs[:, None] * CHUNK + offs[None, :]
+    # through memory: cutting the blocks out of a tile in registers costs 200 of them
+    tl.store(square, n)
+    tl.debug_barrier()
+    invert_diagonal(inverse_ptr, CHUNK, 16)
+    tl.debug_barrier()
     inverse = tl.load(square, mask=offs[:, None] // 16 == offs[None, :] // 16, other=0.0)
     inverse = merge_blocks(inverse, n, CHUNK, 16, SOLVE)
     inverse = merge_blocks(inverse, n, CHUNK, 32, SOLVE)
     tl.store(square, inverse)
+    if chunk < num_blocks:
+        x = inverse * beta[None, :]
+        offs_d = tl.arange(0, BLOCK_D)
+        for c0 in tl.static_range(0, BLOCK_D, COLS):
+            cols = c0 + tl.arange(0, COLS)
+            columns = w_ptr + rows.to(tl.int64)[:, None] * stride_wt + cols[None, :]
+            w_cols = tl.load(columns, mask=(cols < HEAD_DIM)[None, :], other=0.0)
+            product = tl.where(offs_d[:, None] == cols[None, :], 1.0, 0.0)
+            product -= dot(tl.trans(w), dot(x, w_cols, PRECISION), PRECISION)
+            pointers = product_ptr + offs_d[:, None] * BLOCK_D + cols[None, :]
+            tl.store(pointers, product.to(product_ptr.dtype.element_ty))
 
 
 @triton.jit

@@ -8,14 +8,9 @@ import triton
 
 @dataclass(frozen=True)
 class Tiles:
-    """A pass over attention tiles: `block_m` query rows by `block_n` key rows.
+    """A pass over attention tiles: one chunk stays, `stream` rows of the other side at a time."""
 
-    Both are 64 or 128, so that a tile covers whole chunks and never straddles a square's edge; the
-    tile that streams is never longer than the one that stays.
-    """
-
-    block_m: int
-    block_n: int
+    stream: int
     num_warps: int
     num_stages: int
 
@@ -32,8 +27,15 @@ PRODUCT_ROWS = 2048
 """
 
 
-PRODUCT_TILE = 64
-"""D x D matrices are made in tiles of this side: whole ones at D = 128 leave one program per SM."""
+def product_tiles(width: int, products: int) -> tuple[int, int]:
+    """Side of the tiles in which `products` D x D matrices are made, and warps of one program.
+
+    Whole ones read their factors once; 64 x 64 where there are too few to fill the SMs.
+    """
+    return (width, 8 if width > 64 else 4) if products >= WHOLE_PRODUCTS else (min(width, 64), 4)
+
+
+WHOLE_PRODUCTS = 512
 
 
 def forward_tiles(dtype: torch.dtype, width: int) -> Tiles:
@@ -44,30 +46,25 @@ def forward_tiles(dtype: torch.dtype, width: int) -> Tiles:
     heads). Stages are what shared memory then leaves.
     """
     if dtype == torch.float32:
-        return Tiles(64, 64 if width <= 64 else 32, 4, 2 if width <= 128 else 1)
-    return Tiles(64, 64, 4, 3 if width <= 128 else 1)
+        return Tiles(64 if width <= 64 else 32, 4, 2 if width <= 128 else 1)
+    return Tiles(64, 4, 3 if width <= 128 else 1)
 
 
 def query_tiles(dtype: torch.dtype, width: int) -> Tiles:
     """Tiles of the dq pass: a query tile stays, keys stream. 0.80 ms, 1.11 with 128 x 128."""
     if dtype == torch.float32:
-        return Tiles(64, 32, 4, 2)
-    return Tiles(64, 64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
+        return Tiles(32, 4, 2)
+    return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
 
 
 def key_tiles(dtype: torch.dtype, width: int) -> Tiles:
     """Tiles of the dk, dv pass: a key tile stays, queries stream. 2.5 ms, 3.1 with 64 x 128."""
     if dtype == torch.float32:
-        return Tiles(64, 64, 4, 1)
-    return Tiles(64, 64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
+        return Tiles(64, 4, 1)
+    return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
 
 
 SOLVE = "tf32x3" if triton.knobs.runtime.interpret else "bf16x6"
 """Products of the triangular solve, both exact to fp32: six 16-bit terms take either operand order
 (0.17 ms against 0.21 at D = 128, 2 x 8192 x 16 heads); the interpreter knows only tf32x3.
-"""
-
-SWEEP_OPTIONS = {"ROWS": 64, "num_warps": 4}
-"""A program of the level sweep: its rows and warps. One chunk: 20 % faster than two with 8 warps at
-D = 128 (2 x 8192 x 16 heads), though each chunk loads the products anew: two programs share an SM.
 """

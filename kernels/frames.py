@@ -10,17 +10,12 @@ import triton
 from torch import Tensor
 
 from . import config, tiles
-from .chunk import chunk_inverse_kernel
+from .chunk import chunk_kernel
 from .chunk_backward import chunk_backward_kernel, chunk_product_backward_kernel
 from .inputs import Inputs, strides
-from .sweep import block_product_kernel, key_sweep_kernel, query_sweep_kernel, tree_kernel
-from .sweep_backward import (
-    key_sweep_backward_kernel,
-    product_gradient_kernel,
-    query_sweep_backward_kernel,
-    tree_backward_kernel,
-)
+from .sweep import key_sweep_kernel, query_sweep_kernel, tree_kernel
 from .tiles import CHUNK
+from .tree_backward import product_gradient_kernel, tree_backward_kernel
 
 
 @dataclass
@@ -28,38 +23,49 @@ class Frames:
     """The transformed inputs of one group of heads: factors, products, and q, k of every level."""
 
     inverse: Tensor  # [B, H, N, C, C] fp32, M^-1 of each chunk
-    products: Tensor  # [B, H, blocks, BLOCK_D, BLOCK_D] fp32, levels 1 ... num_levels - 2
+    products: Tensor  # [B, H, blocks, BLOCK_D, BLOCK_D], levels 0 ... num_levels - 2
     q_levels: Tensor  # [B, HQ, rows, BLOCK_D]
     k_levels: Tensor  # [B, H, rows, BLOCK_D]
     local: Tensor  # [B, HQ, N, C, C] fp32
 
 
-def _factor_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
+@dataclass
+class FrameGradients:
+    """What the attention's backward leaves for the transform's."""
+
+    q_start: Tensor  # [B, HQ, N, C, BLOCK_D]
+    k_end: Tensor  # [B, H, N, C, BLOCK_D]
+    q_moved: Tensor  # [B, HQ, moved rows, BLOCK_D], of the levels' queries as moved by P
+    k_moved: Tensor  # [B, H, moved rows, BLOCK_D]
+    local: Tensor  # [B, HQ, N, C, C]
+
+    @staticmethod
+    def empty(x: Inputs) -> "FrameGradients":
+        B, T, HQ, _ = x.q.shape
+        H, chunks = x.k.shape[2], triton.cdiv(T, CHUNK)
+        return FrameGradients(
+            x.q.new_empty(B, HQ, chunks, CHUNK, x.width),
+            x.q.new_empty(B, H, chunks, CHUNK, x.width),
+            x.q.new_empty(B, HQ, tiles.moved_rows(T), x.width),
+            x.q.new_empty(B, H, tiles.moved_rows(T), x.width),
+            x.q.new_empty(B, HQ, chunks, CHUNK, CHUNK),
+        )
+
+
+def _chunk_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
     """What every kernel shares that reads the chunks' factors W, X."""
+    T, H = x.k.shape[1:3]
     return {
         "w_ptr": x.w,
         "beta_ptr": x.beta,
         "inverse_ptr": frames.inverse,
         **strides(("w", x.w), ("b", x.beta)),
-        "T": x.q.shape[1],
+        "T": T,
+        "H": H,
         "num_chunks": frames.inverse.shape[2],
         "CHUNK": CHUNK,
         "PRECISION": x.precision,
         **x.widths,
-    }
-
-
-def _sweep_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
-    """What the four sweeps share."""
-    T = x.q.shape[1]
-    return {
-        **_factor_arguments(x, frames),
-        "product_ptr": frames.products,
-        "num_levels": tiles.num_levels(T),
-        "total_rows": tiles.total_rows(T),
-        "total_blocks": tiles.total_blocks(T),
-        "HAS_DOC": x.document_start is not None,
-        **config.SWEEP_OPTIONS,
     }
 
 
@@ -72,39 +78,46 @@ def make_frames(x: Inputs) -> Frames:
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": x.q.device}
     frames = Frames(
         torch.empty(B, H, chunks, CHUNK, CHUNK, **fp32),
-        torch.empty(B, H, blocks, width, width, **fp32),
+        torch.empty(B, H, blocks, width, width, dtype=x.product_dtype, device=x.q.device),
         x.q.new_empty(B, HQ, rows, width),
         x.q.new_empty(B, H, rows, width),
         torch.empty(B, HQ, chunks, CHUNK, CHUNK, **fp32),
     )
-    factors = _factor_arguments(x, frames)
-    side = min(width, config.PRODUCT_TILE)
-    chunk_inverse_kernel[(chunks, B * H)](**factors, H=H, SOLVE=config.SOLVE, num_warps=4)
+    factors = _chunk_arguments(x, frames)
+    chunk_kernel[(chunks, B * H)](
+        **factors,
+        product_ptr=frames.products,
+        num_blocks=tiles.level_blocks(T, 0) if levels > 1 else 0,
+        total_blocks=blocks,
+        SOLVE=config.SOLVE,
+        COLS=min(width, 64),
+        num_warps=4,
+    )
     base = 0
     for level in range(1, levels - 1):
+        child, base = base, base + tiles.level_blocks(T, level - 1)
         count = tiles.level_blocks(T, level)
-        if level == 1:
-            block_product_kernel[(count, B * H, width // side)](
-                **factors,
-                product_ptr=frames.products,
-                H=H,
-                total_blocks=blocks,
-                COLS=side,
-            )
-        else:
-            child = base - tiles.level_blocks(T, level - 1)
-            tree_kernel[(count, B * H, (width // side) ** 2)](
-                product_ptr=frames.products,
-                child_base=child,
-                parent_base=base,
-                total_blocks=blocks,
-                BLOCK_D=width,
-                TILE=side,
-                PRECISION=x.precision,
-            )
-        base += count
-    sweep = _sweep_arguments(x, frames)
-    query_sweep_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
+        side, warps = config.product_tiles(width, count * B * H)
+        tree_kernel[(count, B * H, (width // side) ** 2)](
+            product_ptr=frames.products,
+            child_base=child,
+            parent_base=base,
+            total_blocks=blocks,
+            BLOCK_D=width,
+            TILE=side,
+            PRECISION=x.precision,
+            num_warps=warps,
+        )
+    sweep = {
+        **factors,
+        "product_ptr": frames.products,
+        "num_levels": levels,
+        "total_rows": rows,
+        "total_blocks": blocks,
+        "HAS_DOC": x.document_start is not None,
+        "num_warps": 4,
+    }
+    query_sweep_kernel[(chunks, B * HQ)](
         **sweep,
         q_ptr=x.q,
         k_ptr=x.k,
@@ -112,64 +125,40 @@ def make_frames(x: Inputs) -> Frames:
         local_ptr=frames.local,
         start_ptr=x.document_start,
         **strides(("q", x.q), ("k", x.k)),
-        HQ=HQ,
         GROUP=x.group,
     )
-    key_sweep_kernel[(triton.cdiv(T, sweep["ROWS"]), B * H)](
-        **sweep,
-        k_ptr=x.k,
-        levels_ptr=frames.k_levels,
-        end_ptr=x.document_end,
-        **strides(("k", x.k)),
-        H=H,
-    )
+    if levels > 0:
+        key_sweep_kernel[(chunks - 1, B * H)](
+            **sweep,
+            k_ptr=x.k,
+            levels_ptr=frames.k_levels,
+            end_ptr=x.document_end,
+            **strides(("k", x.k)),
+        )
     return frames
 
 
-def frames_backward(
-    x: Inputs,
-    frames: Frames,
-    dq_levels: Tensor,
-    dk_levels: Tensor,
-    d_local: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dw: Tensor | None,
-    d_beta: Tensor | None,
-) -> None:
-    """From the gradients of every level to those of q, k, w, beta."""
+def _products_backward(x: Inputs, frames: Frames, grads: FrameGradients) -> tuple[Tensor, int]:
+    """Gradients [B * H, count, BLOCK_D, BLOCK_D] of the chunks' products, and their count; level by
+    level from the top.
+    """
     B, T, HQ, D = x.q.shape
     H, width = x.k.shape[2], x.width
-    chunks, levels = triton.cdiv(T, CHUNK), tiles.num_levels(T)
-    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T)
-    side = min(width, config.PRODUCT_TILE)
-    dq_start = dq_levels.new_empty(B, HQ, chunks, CHUNK, width)
-    dk_end = dk_levels.new_empty(B, H, chunks, CHUNK, width)
-    sweep = _sweep_arguments(x, frames)
-    query_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
-        **sweep,
-        levels_ptr=dq_levels,
-        dq_start_ptr=dq_start,
-        start_ptr=x.document_start,
-        HQ=HQ,
-        GROUP=x.group,
-    )
-    key_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * H)](
-        **sweep, levels_ptr=dk_levels, dk_end_ptr=dk_end, end_ptr=x.document_end, H=H
-    )
+    block_base, row_base = tiles.total_blocks(T), tiles.moved_rows(T)
+    tokens = max(CHUNK, config.PRODUCT_ROWS // x.group)
     gradient, count = frames.products, 0  # of the level above; none at the top
-    block_base = blocks
-    row_base = rows - tiles.level_rows(T, levels - 1) if levels else 0
-    for level in range(levels - 2, 0, -1):
+    for level in range(tiles.num_levels(T) - 2, -1, -1):
         parent, parents = gradient, count
         count = tiles.level_blocks(T, level)
         block_base -= count
         row_base -= tiles.level_rows(T, level)
+        splits = triton.cdiv(CHUNK << level, tokens)
+        side, warps = config.product_tiles(width, count * splits * B * H)
         shared = {
             "q_levels_ptr": frames.q_levels,
             "k_levels_ptr": frames.k_levels,
-            "dq_levels_ptr": dq_levels,
-            "dk_levels_ptr": dk_levels,
+            "dq_moved_ptr": grads.q_moved,
+            "dk_moved_ptr": grads.k_moved,
             "start_ptr": x.document_start,
             "end_ptr": x.document_end,
             "T": T,
@@ -177,72 +166,79 @@ def frames_backward(
             "level": level,
             "row_base": row_base,
             "num_blocks": count,
-            "total_rows": rows,
+            "num_splits": splits,
+            "total_rows": tiles.total_rows(T),
+            "moved_rows": tiles.moved_rows(T),
             "GROUP": x.group,
             "BLOCK_D": width,
             "CHUNK": CHUNK,
             "TILE": side,
             "HAS_DOC": x.document_start is not None,
             "PRECISION": x.precision,
+            "num_warps": warps,
+            "num_stages": 2,
         }
-        tokens = max(CHUNK, config.PRODUCT_ROWS // x.group)
-        splits = triton.cdiv(CHUNK << level, tokens)
         partial = frames.products
         if splits > 1:
             partial = torch.empty(
                 B * H, count, splits, width, width, dtype=torch.float32, device=x.q.device
             )
             product_gradient_kernel[(count * splits, B * H, (width // side) ** 2)](
-                **shared, partial_ptr=partial, num_splits=splits, ROWS=tokens
+                **shared, partial_ptr=partial, SPLIT=tokens
             )
-        gradient = dq_levels.new_empty(B * H, count, width, width)
+            side, warps = config.product_tiles(width, count * B * H)
+        gradient = x.q.new_empty(B * H, count, width, width)
         tree_backward_kernel[(count, B * H, (width // side) ** 2)](
-            **shared,
+            **{**shared, "TILE": side, "num_warps": warps},
             product_ptr=frames.products,
             partial_ptr=partial,
             parent_ptr=parent,
             gradient_ptr=gradient,
             block_base=block_base,
-            num_splits=splits,
             num_parents=parents,
-            total_blocks=blocks,
-            SPLIT=splits > 1,
+            total_blocks=tiles.total_blocks(T),
+            PARTIAL=splits > 1,
         )
-    factors = _factor_arguments(x, frames)
-    dx, scratch = frames.inverse, d_local
+    return gradient, count
+
+
+def frames_backward(
+    x: Inputs,
+    frames: Frames,
+    grads: FrameGradients,
+    dq: Tensor,
+    dk: Tensor,
+    dw: Tensor,
+    d_beta: Tensor,
+) -> None:
+    """From the gradients of frames to those of q, k, w, beta."""
+    B, T, HQ, D = x.q.shape
+    H, chunks, levels = x.k.shape[2], frames.inverse.shape[2], tiles.num_levels(T)
+    factors = _chunk_arguments(x, frames)
+    dx, scratch = frames.inverse, grads.local
+    if levels > 1:
+        dx = torch.empty_like(frames.inverse)
+        d_product, count = _products_backward(x, frames, grads)
+        chunk_product_backward_kernel[(chunks, B * H)](
+            **factors,
+            d_product_ptr=d_product,
+            dx_ptr=dx,
+            dw_ptr=dw,
+            **strides(("dw", dw)),
+            num_blocks=count,
+            num_warps=4,
+        )
     if x.group > 1:
         scratch = torch.empty(
             B, HQ, chunks, 2, CHUNK, CHUNK, dtype=torch.float32, device=x.q.device
         )
-    if levels > 1:
-        dx = torch.empty_like(frames.inverse)
-        for right, here, moved, group in (
-            (0, frames.q_levels, dq_levels, x.group),
-            (1, frames.k_levels, dk_levels, 1),
-        ):
-            chunk_product_backward_kernel[((chunks + 1 - right) // 2, B * H)](
-                **factors,
-                here_ptr=here,
-                moved_ptr=moved,
-                d_product_ptr=gradient,
-                dx_ptr=dx,
-                dw_ptr=dw,
-                scratch_ptr=scratch,
-                **strides(("dw", dw)),
-                H=H,
-                total_rows=rows,
-                num_blocks=count,
-                RIGHT=right,
-                GROUP=group,
-                num_warps=4,
-            )
     chunk_backward_kernel[(chunks, B * H)](
         **factors,
         q_ptr=x.q,
         k_ptr=x.k,
-        dq_start_ptr=dq_start,
-        dk_end_ptr=dk_end,
-        d_local_ptr=d_local,
+        dq_start_ptr=grads.q_start,
+        dk_end_ptr=grads.k_end,
+        d_local_ptr=grads.local,
         dx_ptr=dx,
         scratch_ptr=scratch,
         dq_ptr=dq,
@@ -250,7 +246,6 @@ def frames_backward(
         dw_ptr=dw,
         d_beta_ptr=d_beta,
         **strides(("q", x.q), ("k", x.k), ("dq", dq), ("dk", dk), ("dw", dw), ("db", d_beta)),
-        H=H,
         GROUP=x.group,
         HAS_PRODUCT=levels > 1,
         num_warps=4,

@@ -68,6 +68,11 @@ class Inputs:
             return "tf32x3" if triton.knobs.runtime.interpret else "fp32"
         return "fp16x3" if self.q.dtype == torch.float16 else "bf16x3"
 
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Of the stored D x D products: see `tiles.move`."""
+        return torch.float32 if self.q.dtype == torch.float32 else torch.float16
+
     def part(self, batch: slice, heads: slice) -> "Inputs":
         queries = slice(heads.start * self.group, heads.stop * self.group)
 
@@ -149,7 +154,8 @@ def groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]:
     per_query = (rows * width * size + T * CHUNK * 4) * inputs.group
     if backward and inputs.group > 1:
         per_query += T * CHUNK * 4 * inputs.group  # factors kept for the sum over a group
-    per_key = rows * width * size + blocks * width * width * 4 + T * CHUNK * 4
+    product_size = inputs.product_dtype.itemsize
+    per_key = rows * width * size + blocks * width * width * product_size + T * CHUNK * 4
     limit = max(1, config.SCRATCH_BYTES // (passes * (per_query + per_key)))
     if limit >= H:
         step = min(B, limit // H)

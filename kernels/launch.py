@@ -14,7 +14,7 @@ from torch import Tensor
 from . import config, tiles
 from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, delta_kernel
 from .attention_forward import attention_forward_kernel
-from .frames import Frames, frames_backward, make_frames
+from .frames import FrameGradients, Frames, frames_backward, make_frames
 from .inputs import LOG2_E, Inputs, dense, groups, padded, prepare, strides
 from .tiles import CHUNK
 
@@ -62,8 +62,6 @@ def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -
         "total_rows": tiles.total_rows(T),
         "GROUP": x.group,
         "CHUNK": CHUNK,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         **x.widths,
@@ -93,8 +91,9 @@ def attention_forward(
         frames = None if w is None else make_frames(x)
         tile = config.forward_tiles(q.dtype, max(x.width, padded(v.shape[3])))
         part = out[batch, :, queries]
-        attention_forward_kernel[(triton.cdiv(T, tile.block_m), part.shape[0] * part.shape[2])](
+        attention_forward_kernel[(triton.cdiv(T, CHUNK), part.shape[0] * part.shape[2])](
             **_attention_arguments(x, frames, tile),
+            BLOCK_N=tile.stream,
             out_ptr=part,
             lse_ptr=lse[batch, queries],
             **strides(("o", part)),
@@ -188,38 +187,41 @@ def _backward_group(
         BLOCK_M=64,
         **x.value_widths,
     )
-    dq_levels = dk_levels = d_local = dq
-    if frames:
-        dq_levels, dk_levels = torch.empty_like(frames.q_levels), torch.empty_like(frames.k_levels)
-        d_local = torch.empty_like(frames.local, dtype=x.q.dtype)
+    grads = FrameGradients.empty(x) if frames else None
     shared = {
         "lse_ptr": lse,
         "delta_ptr": delta,
         "d_out_ptr": d_out,
         "scale": x.scale,
+        "product_ptr": frames.products if frames else x.q,
+        "moved_rows": tiles.moved_rows(T),
+        "total_blocks": tiles.total_blocks(T),
+        "MOVE": x.precision,
         **strides(("g", d_out)),
     }
-    block = max(width, padded(x.v.shape[3]))
+    chunks, block = triton.cdiv(T, CHUNK), max(width, padded(x.v.shape[3]))
     tile = config.query_tiles(x.q.dtype, block)
-    attention_dq_kernel[(triton.cdiv(T, tile.block_m), B * HQ)](
+    attention_dq_kernel[(chunks, B * HQ)](
         **_attention_arguments(x, frames, tile),
         **shared,
         **strides(("dq", dq)),
-        dq_ptr=dq,
-        dq_levels_ptr=dq_levels,
-        d_local_ptr=d_local,
+        dq_ptr=grads.q_start if grads else dq,
+        dq_moved_ptr=grads.q_moved if grads else dq,
+        d_local_ptr=grads.local if grads else dq,
         row_sum_ptr=row_sum,
+        BLOCK_N=tile.stream,
     )
     tile = config.key_tiles(x.q.dtype, block)
-    attention_dkdv_kernel[(triton.cdiv(T, tile.block_n), B * H)](
+    attention_dkdv_kernel[(chunks, B * H)](
         **_attention_arguments(x, frames, tile),
         **shared,
         **strides(("dk", dk), ("dv", dv)),
         end_ptr=x.document_end if x.document_end is not None else x.q,
-        dk_ptr=dk,
+        dk_ptr=grads.k_end if grads else dk,
+        dk_moved_ptr=grads.k_moved if grads else dk,
         dv_ptr=dv,
-        dk_levels_ptr=dk_levels,
         col_sum_ptr=col_sum,
+        BLOCK_M=tile.stream,
     )
-    if frames:
-        frames_backward(x, frames, dq_levels, dk_levels, d_local, dq, dk, dw, d_beta)
+    if frames and grads:
+        frames_backward(x, frames, grads, dq, dk, dw, d_beta)

@@ -17,7 +17,7 @@ GATE_SPAN = tl.constexpr(128)
 """Tokens per fp64 offset of the gate's running sum; a multiple of every attention tile."""
 
 RUNTIME = """
-T H HQ num_chunks num_levels total_rows total_blocks num_blocks num_splits num_parents level
+T H HQ num_chunks num_levels total_rows moved_rows total_blocks num_blocks num_splits num_parents level
 row_base block_base child_base parent_base
 stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh
 """.split()
@@ -49,8 +49,13 @@ def level_blocks(seq_len: int, level: int) -> int:
 
 
 def total_blocks(seq_len: int) -> int:
-    """Stored products of one head, levels 1 ... num_levels - 2; chunks keep their factors."""
-    return sum(level_blocks(seq_len, level) for level in range(1, num_levels(seq_len) - 1))
+    """Stored products of one head, levels 0 ... num_levels - 2: the top moves nothing."""
+    return sum(level_blocks(seq_len, level) for level in range(num_levels(seq_len) - 1))
+
+
+def moved_rows(seq_len: int) -> int:
+    """Rows of all levels but the top: those whose tiles move on."""
+    return sum(level_rows(seq_len, level) for level in range(num_levels(seq_len) - 1))
 
 
 @triton.jit
@@ -109,12 +114,6 @@ def load_square(ptr, index, SIZE: tl.constexpr):
 
 
 @triton.jit
-def round_tf32(x):
-    """fp32 to the nearest tf32: the tensor core would truncate, which biases every product down."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def split(x, dtype: tl.constexpr):
     """fp32 x as high + low of a 16-bit type."""
     high = x.to(dtype)
@@ -148,25 +147,29 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def round_product(product, PRECISION: tl.constexpr):
-    """A D x D product as it is stored: for 16-bit inputs in tf32, as `product_dot` reads it."""
-    if PRECISION == "tf32x3" or PRECISION == "fp32":
-        return product
+def turned(x, TRANSPOSE: tl.constexpr):
+    """x or x^T."""
+    if TRANSPOSE:
+        return tl.trans(x)
     else:
-        return round_tf32(product)
+        return x
 
 
 @triton.jit
-def product_dot(a, b, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """a b, or a b^T if TRANSPOSED, for a stored D x D product b.
+def as_type(product, dtype: tl.constexpr):
+    """A stored product beside an operand of type `dtype`."""
+    return product.to(dtype)
 
-    For 16-bit inputs tf32 rounded to nearest suffices (3e-4 in o after all levels). But tensor
-    cores read tf32 operands along their rows only, and turning b in shared memory costs more than
-    two more 16-bit terms: the key sweep took 1.06 ms with it and 0.79 ms with `dot`.
+
+@triton.jit
+def move(t, product, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """Rows t in fp32 moved by a stored D x D product: t P, or t P^T if TRANSPOSED.
+
+    For 16-bit inputs P is stored in fp16: its entries are at most 1, and 11 bits cost 3e-4 in o
+    after all levels. The rows get the same 11 bits relative to their largest entry, so that neither
+    large queries nor tiny gradients leave fp16's range.
     """
-    if not TRANSPOSED:
-        return dot(a, b, PRECISION)
-    elif PRECISION == "tf32x3" or PRECISION == "fp32":
-        return dot(a, tl.trans(b), PRECISION)
-    else:
-        return tl.dot(round_tf32(a), tl.trans(b), input_precision="tf32")
+    if product.dtype == tl.float32:
+        return dot(t, turned(product, TRANSPOSED), PRECISION)
+    size = tl.maximum(tl.max(tl.abs(t), 1), 1e-30)[:, None]
+    return tl.dot((t * (1.0 / size)).to(tl.float16), turned(product, TRANSPOSED)) * size
