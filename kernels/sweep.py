@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 
 from .chunk import load_factors
-from .tiles import RUNTIME, dot, load_square, load_tile, move, rows_of_level, store_tile, tile_pointers
+from .tiles import (
+    RUNTIME,
+    dot,
+    load_square,
+    load_tile,
+    move,
+    rows_of_level,
+    store_tile,
+    tile_pointers,
+)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -75,7 +84,9 @@ def query_sweep_kernel(
     a = dot(low, tl.trans(x), PRECISION)
     up = tl.where(upper, dot(k, tl.trans(w), PRECISION), 0.0)
     local = dot(q, tl.trans(k), PRECISION) - dot(a, tl.trans(up), PRECISION)
-    tl.store(tile_pointers(local_ptr, (q_head * num_chunks + chunk) * CHUNK, CHUNK, CHUNK, CHUNK), local)
+    tl.store(
+        tile_pointers(local_ptr, (q_head * num_chunks + chunk) * CHUNK, CHUNK, CHUNK, CHUNK), local
+    )
     t = q.to(tl.float32) - dot(a, w, PRECISION)
     document = 0
     if HAS_DOC:
