@@ -19,7 +19,7 @@ dq+ and dk+ are kept for dP; at the end dq and dk are the gradients of q_start a
 import triton
 import triton.language as tl
 
-from .attention_forward import diagonal_logits, load_gate
+from .attention_forward import diagonal_logits, gate_between, load_columns
 from .sweep import key_moves, query_moves
 from .tiles import (
     GATE_SPAN,
@@ -34,35 +34,43 @@ from .tiles import (
 
 
 @triton.jit(do_not_specialize=RUNTIME)
-def delta_kernel(
-    out_ptr, d_out_ptr, delta_ptr, stride_ob, stride_ot, stride_oh, stride_gb, stride_gt, stride_gh,
-    T, HQ, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+def row_kernel(
+    out_ptr, d_out_ptr, lse_ptr, gate_ptr, rows_ptr, stride_ob, stride_ot, stride_oh, stride_gb,
+    stride_gt, stride_gh, T, HQ, num_chunks, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
-    """delta [B, HQ, T] = rowsum(out * d_out), fp32."""
-    m0, q_head = tl.program_id(0) * BLOCK_M, tl.program_id(1)
+    """bias = gate - lse in log2 units and delta = rowsum(out * d_out) of every row, side by side.
+    Past the end bias is -inf, so that such a row of a chunk gets probability zero.
+    """
+    m0, q_head = tl.program_id(0) * CHUNK, tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
-    out = load_tile(
-        out_ptr + b * stride_ob + hq * stride_oh, m0, stride_ot, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V
-    )
-    d_out = load_tile(
-        d_out_ptr + b * stride_gb + hq * stride_gh, m0, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V
-    )
+    out_ptr += b * stride_ob + hq * stride_oh
+    d_out_ptr += b * stride_gb + hq * stride_gh
+    out = load_tile(out_ptr, m0, stride_ot, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
+    d_out = load_tile(d_out_ptr, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
-    rows = m0 + tl.arange(0, BLOCK_M)
-    tl.store(delta_ptr + q_head.to(tl.int64) * T + rows, delta, mask=rows < T)
+    rows = m0 + tl.arange(0, CHUNK)
+    q_head = q_head.to(tl.int64)
+    lse = tl.load(lse_ptr + q_head * T + rows, mask=rows < T, other=float("inf"))
+    bias = lse * -1.4426950408889634
+    if HAS_GATE:
+        bias += tl.load(gate_ptr + q_head * T + rows, mask=rows < T, other=0.0)
+    rows_ptr += q_head * num_chunks * CHUNK * 2
+    tl.store(rows_ptr + rows * 2, bias)
+    tl.store(rows_ptr + rows * 2 + 1, delta)
 
 
 @triton.jit
-def load_rows(lse_ptr, delta_ptr, rows, T):
-    """Base-2 log-sum-exp and delta of query rows; a row past the end gets probability zero."""
-    lse = tl.load(lse_ptr + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
-    return lse, tl.load(delta_ptr + rows, mask=rows < T, other=0.0)
+def load_rows(rows_ptr, first, ROWS: tl.constexpr):
+    """bias and delta of consecutive query rows: see `load_columns`."""
+    pair = tl.load(rows_ptr + (first + tl.arange(0, ROWS))[:, None] * 2 + tl.arange(0, 2)[None, :])
+    return tl.split(pair)
 
 
 @triton.jit
 def query_gradient(
-    dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, lo,
-    hi, gate_q, gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
+    lo, hi, gate_ref, first_key, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr,
     HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -72,11 +80,11 @@ def query_gradient(
         v = load_full_tile(v_ptr, start, stride_vt, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
-            keys = start + tl.arange(0, BLOCK_N)
-            s += (
-                gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, start, T, gate_ref)[None, :]
-            )
-        p = tl.math.exp2(s - lse[:, None])
+            between = gate_between(offset_ptr, start, gate_ref)
+            s += (bias + between)[:, None] - load_columns(gate_ptr, start, BLOCK_N)[None, :]
+        else:
+            s += bias[:, None]
+        p = tl.math.exp2(s)
         if HAS_DOC:
             p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], p, 0.0)
         ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
@@ -89,7 +97,7 @@ def query_gradient(
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
-    start_ptr, lse_ptr, delta_ptr, d_out_ptr, dq_ptr, dq_moved_ptr, d_local_ptr, row_sum_ptr,
+    start_ptr, rows_ptr, d_out_ptr, dq_ptr, dq_moved_ptr, d_local_ptr, row_sum_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
     stride_vh, stride_gb, stride_gt, stride_gh, stride_dqb, stride_dqt, stride_dqh, T, HQ,
     num_chunks, num_levels, total_rows, moved_rows, total_blocks, scale, GROUP: tl.constexpr,
@@ -120,15 +128,12 @@ def attention_dq_kernel(
     row = tl.arange(0, CHUNK)
     rows = m0 + row
     gate_ref = tl.load(offset_ptr + m0 // GATE_SPAN) if HAS_GATE else 0.0
-    gate_q = row.to(tl.float32)
     first_key = rows
     document = 0
-    if HAS_GATE:
-        gate_q = load_gate(gate_ptr, offset_ptr, rows, m0, T, gate_ref)
     if HAS_DOC:
         first_key = tl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
         document = tl.load(start_ptr + b * T + m0)
-    lse, delta = load_rows(lse_ptr + q_head * T, delta_ptr + q_head * T, rows, T)
+    bias, delta = load_rows(rows_ptr + q_head * num_chunks * CHUNK * 2, m0, CHUNK)
     d_out = load_tile(d_out_ptr, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
 
     dq = tl.zeros([CHUNK, BLOCK_D], tl.float32)
@@ -137,13 +142,13 @@ def attention_dq_kernel(
     s = diagonal_logits(
         q, k_ptr, local_ptr, m0, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK, HAS_PATH, PRECISION
     )  # fmt: skip
-    s *= logit_scale
+    s = s * logit_scale + bias[:, None]
     if HAS_GATE:
-        s += gate_q[:, None] - gate_q[None, :]
+        s -= tl.load(gate_ptr + rows, mask=rows < T, other=0.0)[None, :]
     visible = (rows[None, :] <= rows[:, None]) & (rows < T)[:, None]
     if HAS_DOC:
         visible &= rows[None, :] >= first_key[:, None]
-    p = tl.where(visible, tl.math.exp2(s - lse[:, None]), 0.0)
+    p = tl.where(visible, tl.math.exp2(s), 0.0)
     v = load_tile(v_ptr, m0, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
     ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     if HAS_GATE:
@@ -172,9 +177,9 @@ def attention_dq_kernel(
                 shift = tl.cast(row_base - left // 2, tl.int64)
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
                 dq, row_sum = query_gradient(
-                    dq, row_sum, q_here, d_out, lse, delta, k_levels_ptr + shift * BLOCK_D, v_ptr,
-                    gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref,
-                    first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
+                    dq, row_sum, q_here, d_out, bias, delta, k_levels_ptr + shift * BLOCK_D, v_ptr,
+                    gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_ref,
+                    first_key, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
                     HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
         dq_ptr += q_head * num_chunks * CHUNK * BLOCK_D
@@ -182,12 +187,13 @@ def attention_dq_kernel(
     else:
         k = load_tile(k_ptr, m0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-        dq, row_sum = query_gradient(
-            dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt,
-            stride_vt, document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T,
-            logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC,
-            PRECISION,
-        )  # fmt: skip
+        if m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
+            dq, row_sum = query_gradient(
+                dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt,
+                stride_vt, document // BLOCK_N * BLOCK_N, m0, gate_ref, first_key,
+                logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC,
+                PRECISION,
+            )  # fmt: skip
         dq_ptr += b * stride_dqb + hq * stride_dqh
         store_tile(dq_ptr, m0, stride_dqt, T, dq * scale, CHUNK, BLOCK_D, HEAD_DIM)
     if HAS_GATE:
@@ -196,13 +202,13 @@ def attention_dq_kernel(
 
 @triton.jit
 def key_gradient(
-    dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, MASKED: tl.constexpr,
+    dk, dv, col_sum, s, v, q, d_out, delta, visible, MASKED: tl.constexpr,
     NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of transposed base-2 logits s [N, M]: adds to dk (without scale), dv and the column
-    sums of ds. MASKED: only `visible` pairs count.
+    """One tile of transposed base-2 logits s [N, M], less log-sum-exp: adds to dk (without scale),
+    dv and the column sums of ds. MASKED: only `visible` pairs count.
     """
-    p = tl.math.exp2(s - lse[None, :])
+    p = tl.math.exp2(s)
     if MASKED:
         p = tl.where(visible, p, 0.0)
     dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
@@ -217,35 +223,36 @@ def key_gradient(
 
 @triton.jit
 def key_pass(
-    dk, dv, col_sum, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, gate_ptr, offset_ptr, start_ptr,
+    dk, dv, col_sum, k, v, q_ptr, d_out_ptr, rows_ptr, offset_ptr, start_ptr,
     stride_q, stride_gt, lo, hi, T, keys, gate_k, gate_ref, scale, Q_WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    WHOLE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The query rows lo ... hi - 1 of one head, all of them after the keys. WHOLE: no tile passes
-    the end T.
+    """The query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL not.
+    WHOLE: no tile passes the end T.
     """
     for m in range(lo, hi, BLOCK_M):
         rows = m + tl.arange(0, BLOCK_M)
         if WHOLE:
             q = load_full_tile(q_ptr, m, stride_q, BLOCK_M, BLOCK_D, Q_WIDTH)
             d_out = load_full_tile(d_out_ptr, m, stride_gt, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
-            lse = tl.load(lse_ptr + rows) * 1.4426950408889634
-            delta = tl.load(delta_ptr + rows)
         else:
             q = load_tile(q_ptr, m, stride_q, T, BLOCK_M, BLOCK_D, Q_WIDTH)
             d_out = load_tile(d_out_ptr, m, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
-            lse, delta = load_rows(lse_ptr, delta_ptr, rows, T)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+        bias, delta = load_rows(rows_ptr, m, BLOCK_M)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias[None, :]
         if HAS_GATE:
-            gate_q = load_gate(gate_ptr, offset_ptr, rows, m, T, gate_ref)
-            s += gate_q[None, :] - gate_k[:, None]
+            s -= (gate_k + gate_between(offset_ptr, m, gate_ref))[:, None]
         visible = True
+        if CAUSAL:
+            visible = keys[:, None] <= rows[None, :]
         if HAS_DOC:
             first_key = tl.load(start_ptr + rows, mask=rows < T, other=0)
-            visible = keys[:, None] >= first_key[None, :]
+            visible &= keys[:, None] >= first_key[None, :]
         dk, dv, col_sum = key_gradient(
-            dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, HAS_DOC, True, HAS_GATE, PRECISION
+            dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
+            PRECISION,
         )  # fmt: skip
     return dk, dv, col_sum
 
@@ -253,7 +260,7 @@ def key_pass(
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
-    start_ptr, end_ptr, lse_ptr, delta_ptr, d_out_ptr, dk_ptr, dv_ptr, dk_moved_ptr, col_sum_ptr,
+    start_ptr, end_ptr, rows_ptr, d_out_ptr, dk_ptr, dv_ptr, dk_moved_ptr, col_sum_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
     stride_vh, stride_gb, stride_gt, stride_gh, stride_dkb, stride_dkt, stride_dkh, stride_dvb,
     stride_dvt, stride_dvh, T, HQ, num_chunks, num_levels, total_rows, moved_rows, total_blocks,
@@ -280,8 +287,7 @@ def attention_dkdv_kernel(
     k_levels_ptr += head * total_rows * BLOCK_D
     dk_moved_ptr += head * moved_rows * BLOCK_D
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
-    lse_ptr += q_head * T
-    delta_ptr += q_head * T
+    rows_ptr += q_head * num_chunks * CHUNK * 2
     spans = tl.cdiv(T, GATE_SPAN)
     gate_ptr += q_head * T
     offset_ptr += q_head * spans
@@ -303,37 +309,38 @@ def attention_dkdv_kernel(
         col_sum = tl.zeros([CHUNK], tl.float32)
         gate_ref = tl.load(offset_ptr + g * spans + n0 // GATE_SPAN) if HAS_GATE else 0.0
         gate_k = key.to(tl.float32)
-        lse, delta = load_rows(lse_ptr + g * T, delta_ptr + g * T, keys, T)
-        d_out = load_tile(d_out_ptr + g * stride_gh, n0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
-        q = load_tile(q_ptr + g * stride_qh, n0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
-        if HAS_PATH:
-            first = (g * num_chunks * CHUNK + n0).to(tl.int64) * CHUNK
-            s = tl.load(local_ptr + first + key[None, :] * CHUNK + key[:, None])
-        else:
-            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        s *= logit_scale
         if HAS_GATE:
             gate_k = tl.load(gate_ptr + g * T + keys, mask=keys < T, other=0.0)
-            s += gate_k[None, :] - gate_k[:, None]
-        visible = (keys[:, None] <= keys[None, :]) & (keys < T)[None, :]
-        if HAS_DOC:
-            first_key = tl.load(start_ptr + keys, mask=keys < T, other=0)
-            visible &= keys[:, None] >= first_key[None, :]
-        # with reflections the local logits' dk is the chunk backward's
-        dk, dv, col_sum = key_gradient(
-            dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, True, not HAS_PATH, HAS_GATE,
-            PRECISION,
-        )  # fmt: skip
-        if not HAS_PATH:
-            lo = n0 + CHUNK
-            middle = tl.maximum(lo, tl.minimum(reach, T // BLOCK_M * BLOCK_M))
-            for whole in tl.static_range(2):
+        group_rows_ptr = rows_ptr + g * num_chunks * CHUNK * 2
+        if HAS_PATH:
+            # the local logits' dk is the chunk backward's
+            first = (g * num_chunks * CHUNK + n0).to(tl.int64) * CHUNK
+            s = tl.load(local_ptr + first + key[None, :] * CHUNK + key[:, None])
+            bias, delta = load_rows(group_rows_ptr, n0, CHUNK)
+            s = s * logit_scale + bias[None, :]
+            if HAS_GATE:
+                s -= gate_k[:, None]
+            visible = keys[:, None] <= keys[None, :]
+            if HAS_DOC:
+                first_key = tl.load(start_ptr + keys, mask=keys < T, other=0)
+                visible &= keys[:, None] >= first_key[None, :]
+            d_out = load_tile(
+                d_out_ptr + g * stride_gh, n0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V
+            )
+            dk, dv, col_sum = key_gradient(
+                dk, dv, col_sum, s, v, d_out, d_out, delta, visible, True, False, HAS_GATE,
+                PRECISION,
+            )  # fmt: skip
+        else:
+            middle = tl.maximum(n0 + CHUNK, tl.minimum(reach, T // BLOCK_M * BLOCK_M))
+            for part in tl.static_range(3):  # the diagonal, whole tiles, what is left
                 dk, dv, col_sum = key_pass(
-                    dk, dv, col_sum, k, v, q_ptr + g * stride_qh, d_out_ptr + g * stride_gh, lse_ptr
-                    + g * T, delta_ptr + g * T, gate_ptr + g * T, offset_ptr + g * spans, start_ptr,
-                    stride_qt, stride_gt, lo if whole == 0 else middle, middle if whole == 0 else
-                    reach, T, keys, gate_k, gate_ref, logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V,
-                    BLOCK_DV, BLOCK_M, whole == 0, HAS_GATE, HAS_DOC, PRECISION,
+                    dk, dv, col_sum, k, v, q_ptr + g * stride_qh, d_out_ptr + g * stride_gh,
+                    group_rows_ptr, offset_ptr + g * spans, start_ptr, stride_qt, stride_gt,
+                    n0 if part == 0 else n0 + CHUNK if part == 1 else middle,
+                    n0 + CHUNK if part == 0 else middle if part == 1 else reach,
+                    T, keys, gate_k, gate_ref, logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
+                    BLOCK_M, part == 1, part == 0, HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
         if HAS_GATE:
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
@@ -371,11 +378,12 @@ def attention_dkdv_kernel(
                     for whole in tl.static_range(2):
                         dk, dv, col_sum = key_pass(
                             dk, dv, col_sum, k_here, v, q_levels_ptr + (g * total_rows + shift) *
-                            BLOCK_D, d_out_ptr + g * stride_gh, lse_ptr + g * T, delta_ptr + g * T,
-                            gate_ptr + g * T, offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt,
+                            BLOCK_D, d_out_ptr + g * stride_gh, rows_ptr + g * num_chunks * CHUNK
+                            * 2,
+                            offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt,
                             right if whole == 0 else middle, middle if whole == 0 else hi, T, keys,
                             gate_k, gate_ref, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
-                            BLOCK_M, whole == 0, HAS_GATE, HAS_DOC, PRECISION,
+                            BLOCK_M, whole == 0, False, HAS_GATE, HAS_DOC, PRECISION,
                         )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads

@@ -39,16 +39,24 @@ def softmax_step(acc, l_i, m_i, s, v, HAS_DOC: tl.constexpr, PRECISION: tl.const
 
 
 @triton.jit
-def load_gate(gate_ptr, offset_ptr, rows, first_row, T, gate_ref):
-    """Gate sums of the rows of one tile less the reference, in fp32: exact for near pairs."""
-    shift = (tl.load(offset_ptr + first_row // GATE_SPAN) - gate_ref).to(tl.float32)
-    return tl.load(gate_ptr + rows, mask=rows < T, other=0.0) + shift
+def gate_between(offset_ptr, first_key, gate_ref):
+    """Gate sum of the whole spans from the one of first_key to the one that starts at gate_ref."""
+    return (gate_ref - tl.load(offset_ptr + first_key // GATE_SPAN)).to(tl.float32)
+
+
+@triton.jit
+def load_columns(ptr, first, COLS: tl.constexpr):
+    """COLS consecutive values that every row of a tile needs. Fetched twice, they are elements
+    enough for the compiler to copy each once; else every warp would fetch all of them.
+    """
+    both = tl.load(ptr + (first + tl.arange(0, COLS))[:, None] + tl.zeros([1, 2], tl.int32))
+    return tl.split(both)[0]
 
 
 @triton.jit
 def attend(
     acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, lo, hi, gate_q,
-    gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    gate_ref, first_key, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr,
     HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -57,10 +65,8 @@ def attend(
         k = load_full_tile(k_ptr, start, stride_kt, BLOCK_N, BLOCK_D, K_WIDTH)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
-            keys = start + tl.arange(0, BLOCK_N)
-            s += (
-                gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, start, T, gate_ref)[None, :]
-            )
+            between = gate_between(offset_ptr, start, gate_ref)
+            s += (gate_q + between)[:, None] - load_columns(gate_ptr, start, BLOCK_N)[None, :]
         if HAS_DOC:
             s = tl.where(
                 start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], s, float("-inf")
@@ -115,7 +121,7 @@ def attention_forward_kernel(
     first_key = rows
     document = 0
     if HAS_GATE:
-        gate_q = load_gate(gate_ptr, offset_ptr, rows, m0, T, gate_ref)
+        gate_q = tl.load(gate_ptr + rows, mask=rows < T, other=0.0)
     if HAS_DOC:
         first_key = tl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
         document = tl.load(start_ptr + b * T + m0)
@@ -151,15 +157,15 @@ def attention_forward_kernel(
                 acc, l_i, m_i = attend(
                     acc, l_i, m_i, q_here, k_levels_ptr + tl.cast(shift, tl.int64) * BLOCK_D, v_ptr,
                     gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref,
-                    first_key, T, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE,
+                    first_key, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE,
                     HAS_DOC, PRECISION,
                 )  # fmt: skip
             row_base += rows_of_level(T, level, CHUNK)
-    else:
+    elif m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
         acc, l_i, m_i = attend(
-            acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, document //
-            BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T, scale, HEAD_DIM, BLOCK_D,
-            HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
+            acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
+            document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, scale, HEAD_DIM,
+            BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip
 
     out_ptr += b * stride_ob + hq * stride_oh

@@ -12,7 +12,24 @@ With W [C, D] the chunk's unit vectors, B = diag(beta), S = strict upper triangl
 import triton
 import triton.language as tl
 
-from .tiles import RUNTIME, dot, load_square, load_tile
+from .tiles import RUNTIME, cut, dot, load_square, load_tile, split
+
+
+@triton.jit
+def exact_dot(a, b, PRECISION: tl.constexpr):
+    """a b of fp32 tiles to fp32's precision. "bf16x6": three 16-bit terms of each, without Triton's
+    own care for infinities.
+    """
+    if PRECISION != "bf16x6":
+        return tl.dot(a, b, input_precision=PRECISION)
+    a_high = cut(a, tl.bfloat16)
+    a_mid, a_low = split(a - a_high, tl.bfloat16)
+    a_high = a_high.to(tl.bfloat16)
+    b_high = cut(b, tl.bfloat16)
+    b_mid, b_low = split(b - b_high, tl.bfloat16)
+    b_high = b_high.to(tl.bfloat16)
+    acc = tl.dot(a_high, b_low, tl.dot(a_low, b_high, tl.dot(a_mid, b_mid)))
+    return tl.dot(a_high, b_high, tl.dot(a_high, b_mid, tl.dot(a_mid, b_high, acc)))
 
 
 @triton.jit
@@ -26,8 +43,8 @@ def merge_blocks(inverse, n, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION:
     corner = (block[:, None] + 1 == block[None, :]) & (block[:, None] % 2 == 0)
     if len(n.shape) == 3:
         corner = corner[None, :, :]
-    edge = tl.dot(tl.where(corner, n, 0.0), inverse, input_precision=PRECISION)
-    return inverse - tl.dot(inverse, edge, input_precision=PRECISION)
+    edge = exact_dot(tl.where(corner, n, 0.0), inverse, PRECISION)
+    return inverse - exact_dot(inverse, edge, PRECISION)
 
 
 @triton.jit
@@ -82,7 +99,7 @@ def chunk_kernel(
     if chunk < num_blocks:
         x = inverse * beta[None, :]
         offs_d = tl.arange(0, BLOCK_D)
-        for c0 in tl.static_range(0, BLOCK_D, COLS):
+        for c0 in tl.range(0, BLOCK_D, COLS, num_stages=1):
             cols = c0 + tl.arange(0, COLS)
             columns = w_ptr + rows.to(tl.int64)[:, None] * stride_wt + cols[None, :]
             w_cols = tl.load(columns, mask=(cols < HEAD_DIM)[None, :], other=0.0)

@@ -37,12 +37,11 @@ def add_dot(
     if PRECISION == "tf32x3":
         return tl.dot(turned(a, TRANS_A), turned(b, TRANS_B), acc, input_precision="tf32x3")
     TILE: tl.constexpr = tl.float16 if PRECISION == "fp16x3" else tl.bfloat16
-    a_high, b_high = a.to(TILE), b.to(TILE)
+    a_high, a_low = split(a, TILE) if a.dtype == tl.float32 else (a.to(TILE), None)
+    b_high, b_low = split(b, TILE) if b.dtype == tl.float32 else (b.to(TILE), None)
     if b.dtype == tl.float32:
-        b_low = split(b, TILE)[1]
         acc = tl.dot(turned(a_high, TRANS_A), turned(b_low, TRANS_B), acc)
     if a.dtype == tl.float32:
-        a_low = split(a, TILE)[1]
         acc = tl.dot(turned(a_low, TRANS_A), turned(b_high, TRANS_B), acc)
     return tl.dot(turned(a_high, TRANS_A), turned(b_high, TRANS_B), acc)
 

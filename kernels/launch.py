@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from . import config, tiles
-from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, delta_kernel
+from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, row_kernel
 from .attention_forward import attention_forward_kernel
 from .frames import FrameGradients, Frames, frames_backward, make_frames
 from .inputs import LOG2_E, Inputs, dense, groups, padded, prepare, strides
@@ -176,21 +176,25 @@ def _backward_group(
     B, T, HQ, D = x.q.shape
     H, width = x.k.shape[2], x.width
     frames = None if x.w is None else make_frames(x)
-    delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(T, 64), B * HQ)](
-        out,
-        d_out,
-        delta,
+    chunks, block = triton.cdiv(T, CHUNK), max(width, padded(x.v.shape[3]))
+    rows = lse.new_empty(B, HQ, chunks * CHUNK, 2)
+    row_kernel[(chunks, B * HQ)](
+        out_ptr=out,
+        d_out_ptr=d_out,
+        lse_ptr=lse,
+        gate_ptr=x.gate,
+        rows_ptr=rows,
         **strides(("o", out), ("g", d_out)),
         T=T,
         HQ=HQ,
-        BLOCK_M=64,
+        num_chunks=chunks,
+        CHUNK=CHUNK,
+        HAS_GATE=x.gate is not None,
         **x.value_widths,
     )
     grads = FrameGradients.empty(x) if frames else None
     shared = {
-        "lse_ptr": lse,
-        "delta_ptr": delta,
+        "rows_ptr": rows,
         "d_out_ptr": d_out,
         "scale": x.scale,
         "product_ptr": frames.products if frames else x.q,
@@ -199,7 +203,6 @@ def _backward_group(
         "MOVE": x.precision,
         **strides(("g", d_out)),
     }
-    chunks, block = triton.cdiv(T, CHUNK), max(width, padded(x.v.shape[3]))
     tile = config.query_tiles(x.q.dtype, block)
     attention_dq_kernel[(chunks, B * HQ)](
         **_attention_arguments(x, frames, tile),

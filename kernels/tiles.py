@@ -69,7 +69,9 @@ def rows_of_level(seq_len, level, CHUNK: tl.constexpr):
 def tile_pointers(ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Pointers [ROWS, COLS] to consecutive rows; 64-bit only in the scalar part."""
     base = ptr + tl.cast(first_row, tl.int64) * stride
-    return base + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]
+    return base + (
+        tl.arange(0, ROWS).to(tl.int64)[:, None] * stride + tl.arange(0, COLS).to(tl.int64)[None, :]
+    )
 
 
 @triton.jit
@@ -115,9 +117,16 @@ def load_square(ptr, index, SIZE: tl.constexpr):
 
 @triton.jit
 def split(x, dtype: tl.constexpr):
-    """fp32 x as high + low of a 16-bit type."""
-    high = x.to(dtype)
-    return high, (x - high.to(tl.float32)).to(dtype)
+    """fp32 x as high + low of a 16-bit type. high is cut, not rounded: that needs no way back."""
+    high = cut(x, dtype)
+    return high.to(dtype), (x - high).to(dtype)
+
+
+@triton.jit
+def cut(x, dtype: tl.constexpr):
+    """fp32 x with the mantissa of a 16-bit type."""
+    MASK: tl.constexpr = -(1 << 13) if dtype == tl.float16 else -(1 << 16)
+    return (x.to(tl.int32, bitcast=True) & MASK).to(tl.float32, bitcast=True)
 
 
 @triton.jit
