@@ -38,16 +38,17 @@ def product_tiles(width: int, products: int) -> tuple[int, int]:
 WHOLE_PRODUCTS = 512
 
 
-def forward_tiles(dtype: torch.dtype, width: int) -> Tiles:
+def forward_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
     """Tiles of the forward pass for heads padded to `width`: a query tile stays, keys stream.
 
     Small tiles and 4 warps, so that two or three programs share an SM and one computes its softmax
     while another multiplies: 0.77 ms against 1.04 with 128 x 128 and 8 warps (D = 64, 2 x 8192 x 16
-    heads). Stages are what shared memory then leaves.
+    heads). Stages are what shared memory then leaves; without reflections the diagonal's keys take
+    some of it.
     """
     if dtype == torch.float32:
         return Tiles(64 if width <= 64 else 32, 4, 2 if width <= 128 else 1)
-    return Tiles(64, 4, 3 if width <= 128 else 1)
+    return Tiles(64, 4, 3 if width <= (128 if path else 64) else 2 if width <= 128 else 1)
 
 
 def query_tiles(dtype: torch.dtype, width: int) -> Tiles:
@@ -68,3 +69,7 @@ SOLVE = "tf32x3" if triton.knobs.runtime.interpret else "bf16x6"
 """Products of the triangular solve, both exact to fp32: six 16-bit terms take either operand order
 (0.17 ms against 0.21 at D = 128, 2 x 8192 x 16 heads); the interpreter knows only tf32x3.
 """
+
+CHUNK_OPTIONS = {"num_warps": 4, "maxnreg": 168}
+SWEEP_OPTIONS = {"num_warps": 4, "maxnreg": 168}
+"""Chains of dependent products: three programs an SM, at the price of a few spilled registers."""

@@ -89,7 +89,8 @@ def attention_forward(
         x = inputs.part(batch, heads)
         queries = slice(heads.start * x.group, heads.stop * x.group)
         frames = None if w is None else make_frames(x)
-        tile = config.forward_tiles(q.dtype, max(x.width, padded(v.shape[3])))
+        block = max(x.width, padded(v.shape[3]))
+        tile = config.forward_tiles(q.dtype, block, frames is not None)
         part = out[batch, :, queries]
         attention_forward_kernel[(triton.cdiv(T, CHUNK), part.shape[0] * part.shape[2])](
             **_attention_arguments(x, frames, tile),

@@ -180,5 +180,6 @@ def move(t, product, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     """
     if product.dtype == tl.float32:
         return dot(t, turned(product, TRANSPOSED), PRECISION)
-    size = tl.maximum(tl.max(tl.abs(t), 1), 1e-30)[:, None]
-    return tl.dot((t * (1.0 / size)).to(tl.float16), turned(product, TRANSPOSED)) * size
+    else:
+        size = tl.maximum(tl.max(tl.abs(t), 1), 1e-30)[:, None]
+        return tl.dot((t * (1.0 / size)).to(tl.float16), turned(product, TRANSPOSED)) * size
