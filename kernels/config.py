@@ -70,6 +70,12 @@ SOLVE = "tf32x3" if triton.knobs.runtime.interpret else "bf16x6"
 (0.17 ms against 0.21 at D = 128, 2 x 8192 x 16 heads); the interpreter knows only tf32x3.
 """
 
-CHUNK_OPTIONS = {"num_warps": 4, "maxnreg": 168}
-SWEEP_OPTIONS = {"num_warps": 4, "maxnreg": 168}
-"""Chains of dependent products: three programs an SM, at the price of a few spilled registers."""
+CHAIN_REGISTERS: int | None = 168
+"""Of kernels that are chains of dependent products of 16-bit terms: three programs an SM. fp32
+products would spill.
+"""
+
+
+def chain_options(dtype: torch.dtype) -> dict[str, int | None]:
+    """Warps and registers of the chunk transform and the sweeps."""
+    return {"num_warps": 4, "maxnreg": None if dtype == torch.float32 else CHAIN_REGISTERS}

@@ -91,7 +91,7 @@ def make_frames(x: Inputs) -> Frames:
         total_blocks=blocks,
         SOLVE=config.SOLVE,
         COLS=min(width, 64),
-        **config.CHUNK_OPTIONS,
+        **config.chain_options(x.q.dtype),
     )
     base = 0
     for level in range(1, levels - 1):
@@ -115,7 +115,7 @@ def make_frames(x: Inputs) -> Frames:
         "total_rows": rows,
         "total_blocks": blocks,
         "HAS_DOC": x.document_start is not None,
-        **config.SWEEP_OPTIONS,
+        **config.chain_options(x.q.dtype),
     }
     query_sweep_kernel[(chunks, B * HQ)](
         **sweep,
