@@ -1,4 +1,6 @@
-"""`python_stdlib`: real text that every Python interpreter carries, for training without a network.
+"""Text to train on: what every Python interpreter carries, and FineWeb-Edu from the Hub.
+
+`python_stdlib` is real text that needs no network.
 
 A document is one module of the running interpreter's standard library. Left out are test suites,
 installed packages, and files made by a generator (codec tables, pydoc topics, _sysconfigdata).
@@ -11,6 +13,9 @@ held-out part; adding or removing other modules moves no document across that li
 Sharding by rank, packing into sequences and resuming are torchtitan's own: each part is a map-style
 `datasets.Dataset`, as torchtitan's `c4_test` is. Every data-parallel rank needs at least one
 document of the part it reads.
+
+`fineweb_edu` is the Hub's sample of 100B tokens, streamed. Nothing is asked of the network before a
+job loads it.
 """
 
 import hashlib
@@ -21,12 +26,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 TRAINING = "python_stdlib"
 VALIDATION = "python_stdlib_validation"
+FINEWEB_EDU = "fineweb_edu"
 TOKENIZER_DIR = Path(__file__).resolve().parent / "assets" / "tokenizer"
 
 _SKIPPED_FOLDERS = {
@@ -38,13 +44,21 @@ _HELD_OUT_BELOW = 26  # of 256 values of the digest's first byte
 
 
 def register() -> None:
-    """Add both parts to torchtitan's table of datasets. Calling it again changes nothing."""
+    """Add them to torchtitan's table of datasets. Calling it again changes nothing."""
     for name, held_out in ((TRAINING, False), (VALIDATION, True)):
         DATASETS[name] = DatasetConfig(
             path=sysconfig.get_path("stdlib"),
             loader=partial(load, held_out=held_out),
             sample_processor=document_text,
         )
+    DATASETS[FINEWEB_EDU] = DatasetConfig(
+        path="HuggingFaceFW/fineweb-edu", loader=stream_sample, sample_processor=document_text
+    )
+
+
+def stream_sample(path: str) -> IterableDataset:
+    """The sample of 100B tokens of FineWeb-Edu, or of a repository or folder like it."""
+    return load_dataset(path, name="sample-100BT", split="train", streaming=True)
 
 
 def load(path: str, *, held_out: bool) -> Dataset:

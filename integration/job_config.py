@@ -4,10 +4,13 @@
     custom_config_module = "path_backend.integration.job_config"
 
     [model]
-    attention = "path"  # default, path, path_fox, fox
+    attention = "path"  # default, path, path_fox, fox, nope, stick_breaking
 
     [model.path]
     w_rank = 32
+
+    [task]  # for the datasets flip_flop, a5_word_problem, mqrar
+    seed = 0
 
 torchtitan imports this module while it parses the configuration and merges `JobConfig` into its
 own. The import also does the rest: the train specs of llama3 and qwen3 are replaced by wrapped ones
@@ -26,8 +29,10 @@ from torchtitan.config import ConfigManager
 
 from path_backend.beta import BETA_MAX
 from path_backend.integration import cpu, dataset, train_spec
+from path_backend.integration.tasks import TaskConfig
+from path_backend.tasks import FlipFlop, Mqrar
 
-Attention = Literal["default", "path", "path_fox", "fox"]
+Attention = Literal["default", "path", "path_fox", "fox", "nope", "stick_breaking"]
 Implementation = Literal["auto", "torch", "triton"]
 MAX_CONV_WIDTH = 16  # every tap is one more pass over w; the paper uses 3
 
@@ -101,7 +106,8 @@ class Model:
     attention: Attention = "default"
     """
     Attention of every layer: "default" is the model's own, untouched; "path" is PaTH; "path_fox" is
-    PaTH with the forget gate of the Forgetting Transformer; "fox" is that gate alone.
+    PaTH with the forget gate of the Forgetting Transformer; "fox" is that gate alone. Baselines:
+    "nope" has no positions at all, "stick_breaking" replaces the softmax (plain torch, T^2 memory).
     """
 
     path: Path = field(default_factory=Path)
@@ -111,6 +117,17 @@ class Model:
 @dataclass
 class JobConfig:
     model: Model = field(default_factory=Model)
+
+    task: TaskConfig = field(default_factory=TaskConfig)
+    """Seed and difficulty of the datasets flip_flop, a5_word_problem and mqrar."""
+
+
+_TABLES = {
+    Path: "model.path",
+    TaskConfig: "task",
+    FlipFlop: "task.flip_flop",
+    Mqrar: "task.mqrar",
+}
 
 
 def _require(valid: bool, table: Path, key: str, expected: str) -> None:
@@ -124,7 +141,7 @@ def _is_number(value: Any, above: float, up_to: float) -> bool:
 
 
 def _check_tables() -> None:
-    """Check [model] and [model.path] of a TOML file before torchtitan makes dataclasses of them.
+    """Check our tables and [model] of a TOML file before torchtitan makes dataclasses of them.
 
     torchtitan 0.2.2 takes a plain value for a table and names unknown keys without their values.
     It reads tables with this method after it has imported this module.
@@ -133,13 +150,16 @@ def _check_tables() -> None:
 
     @functools.wraps(stock)
     def checked(self: ConfigManager, cls: type, data: dict[str, Any]) -> Any:
-        if cls is Path:
-            _refuse_unknown("model.path", Path, data)
+        if cls in _TABLES:
+            _refuse_unknown(_TABLES[cls], cls, data)
         elif is_dataclass(cls) and any(f.type is Path for f in fields(cls)):
             _refuse_unknown("model", cls, data)
-            table = data.get("path", {})
-            if not isinstance(table, dict):
-                raise ValueError(f"model.path must be a table ({_keys(Path)}), got {table!r}")
+        for f in fields(cls) if is_dataclass(cls) else ():
+            table = data.get(f.name, {})
+            if f.type in _TABLES and not isinstance(table, dict):
+                raise ValueError(
+                    f"{_TABLES[f.type]} must be a table ({_keys(f.type)}), got {table!r}"
+                )
         return stock(self, cls, data)
 
     ConfigManager._dict_to_dataclass = checked

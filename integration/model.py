@@ -14,12 +14,15 @@ import torch
 from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
 
 from path_backend.integration.flops import transform_flops_per_token
+from path_backend.integration.tasks import training_task
 from path_backend.layer import PathAttention, document_start_from_eos
 
 PARTS = {
     "path": {"reflections": True, "forget_gate": False},
     "path_fox": {"reflections": True, "forget_gate": True},
     "fox": {"reflections": False, "forget_gate": True},
+    "nope": {"reflections": False, "forget_gate": False},
+    "stick_breaking": {"reflections": False, "forget_gate": False, "stick_breaking": True},
 }
 ATTENTIONS = ("default", *PARTS)
 
@@ -31,9 +34,11 @@ def args_with_attention(stock: BaseModelArgs) -> "PathArgs":
 
 def build_model(stock_cls: type[ModelProtocol], args: "PathArgs") -> ModelProtocol:
     """The stock model with stock arguments if `attention = "default"`, else one with our layers."""
-    if args.attention == "default":
-        return stock_cls(args.stock())
-    return _model_class(stock_cls)(args)
+    stock = args.attention == "default"
+    cls = stock_cls if stock else _model_class(stock_cls)
+    if args.weight_std is not None:
+        cls = _normal_class(cls, args.weight_std)
+    return cls(args.stock() if stock else args)
 
 
 @dataclass
@@ -43,6 +48,7 @@ class PathArgs:
     attention: str = "default"
     path: Any = None  # job_config.Path; None for "default"
     watch: bool = False  # keep statistics for the metrics logger
+    weight_std: float | None = None  # of every linear and embedding weight; None is the model's own
 
     def update_from_config(self, job_config, **kwargs) -> None:
         super().update_from_config(job_config, **kwargs)
@@ -52,6 +58,9 @@ class PathArgs:
                 f"model.attention must be one of {', '.join(ATTENTIONS)}, got {self.attention!r}"
             )
         self._refuse_pipeline(job_config)
+        task = training_task(job_config)
+        if task is not None:
+            self.vocab_size = len(task.vocabulary)
         if self.attention == "default":
             return
         self.path = job_config.model.path
@@ -211,3 +220,18 @@ def _model_class(stock_cls: type[ModelProtocol]) -> type[ModelProtocol]:
 
     PathModel.__name__ = PathModel.__qualname__ = f"Path{stock_cls.__name__}"
     return PathModel
+
+
+@functools.cache
+def _normal_class(cls: type[ModelProtocol], std: float) -> type[ModelProtocol]:
+    """Subclass of a model whose linear and embedding weights start as N(0, std)."""
+
+    class NormalModel(cls):
+        def init_weights(self, buffer_device: torch.device | None = None) -> None:
+            super().init_weights(buffer_device=buffer_device)
+            for module in self.modules():
+                if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+                    torch.nn.init.normal_(module.weight, std=std)
+
+    NormalModel.__name__ = NormalModel.__qualname__ = cls.__name__
+    return NormalModel

@@ -22,7 +22,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for block in model.layers.values():
         path = block.attention.path
         plan = {name: styles[name] for name, _ in path.named_children()}
-        parallelize_module(path, mesh, plan)
+        if plan:  # attention without parameters of its own has none
+            parallelize_module(path, mesh, plan)
 
 
 class ReplicatedLinear(ParallelStyle):

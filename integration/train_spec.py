@@ -24,9 +24,10 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.logging import logger
 
-from path_backend.integration import checkpoint, metrics, pipeline
+from path_backend.integration import checkpoint, metrics, pipeline, tasks
 from path_backend.integration.model import PathArgs, args_with_attention, build_model
 from path_backend.integration.tensor_parallel import apply_tensor_parallel
+from path_backend.integration.tokenizer import with_hub_tokenizer
 
 MODELS = ("llama3", "qwen3")
 
@@ -43,7 +44,8 @@ def register() -> None:
 
 
 def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
-    """A spec that trains `spec`'s model with the attention that the job asks for."""
+    """A spec that trains `spec`'s model with the attention that the job asks for, and on tasks."""
+    spec = tasks.with_tasks(with_hub_tokenizer(spec))
     parallelize = spec.parallelize_fn
     if isinstance(parallelize, _Guard):  # from torchtitan's look-up
         parallelize = parallelize.stock
@@ -102,8 +104,13 @@ class _LazyTrainSpec:
         spec = importlib.import_module(f"torchtitan.models.{self._name}").get_train_spec()
         # qwen3 works in stages (its forward passes over missing modules), but 0.2.2 names no
         # function for it.
-        pipelining_fn = spec.pipelining_fn or pipeline_llm
-        return wrap_train_spec(dataclasses.replace(spec, pipelining_fn=pipelining_fn))
+        spec = dataclasses.replace(spec, pipelining_fn=spec.pipelining_fn or pipeline_llm)
+        wrapped = wrap_train_spec(spec)
+        if self._name == "llama3":
+            from path_backend.integration.flavors import flavors
+
+            wrapped.model_args.update(flavors())
+        return wrapped
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self._spec, attribute)

@@ -13,17 +13,19 @@ move along: with what came back from above, P the sibling's product,
     right block:  q+ = P q      dq = P^T dq+ + that of its square        dP += dq+ q^T
     left block:   k+ = P^T k    dk = P dk+   + that of its square        dP += k dk+^T
 
-dq+ and dk+ are kept for dP; at the end dq and dk are the gradients of q_start and k_end.
+dq+ and dk+ are kept for dP; at the end dq and dk are the gradients of q_start and k_end. Nothing
+comes from above the last level, but to a piece of a longer sequence: from the other pieces.
 """
 
 import triton
 import triton.language as tl
 
-from .attention_forward import diagonal_logits, gate_between, load_columns
+from .attention_forward import diagonal_logits, gate_between, load_columns, load_rows_before
 from .sweep import key_moves, query_moves
 from .tiles import (
     GATE_SPAN,
     RUNTIME,
+    blocks_of_level,
     load_full_tile,
     load_square,
     load_tile,
@@ -70,14 +72,16 @@ def load_rows(rows_ptr, first, ROWS: tl.constexpr):
 @triton.jit
 def query_gradient(
     dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
-    lo, hi, gate_ref, first_key, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    lo, hi, gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq (without scale) and row sums of ds over the keys lo ... hi - 1."""
+    """dq (without scale) and row sums of ds over the keys lo ... hi - 1. WHOLE: no tile passes the
+    end T.
+    """
     for start in range(lo, hi, BLOCK_N):
-        k = load_full_tile(k_ptr, start, stride_kt, BLOCK_N, BLOCK_D, K_WIDTH)
-        v = load_full_tile(v_ptr, start, stride_vt, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
+        k = load_rows_before(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
+        v = load_rows_before(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
             between = gate_between(offset_ptr, start, gate_ref)
@@ -87,6 +91,8 @@ def query_gradient(
         p = tl.math.exp2(s)
         if HAS_DOC:
             p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], p, 0.0)
+        if not WHOLE:
+            p = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], p, 0.0)
         ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
         if HAS_GATE:
             row_sum += tl.sum(ds, 1)
@@ -97,15 +103,18 @@ def query_gradient(
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
-    start_ptr, rows_ptr, d_out_ptr, dq_ptr, dq_moved_ptr, d_local_ptr, row_sum_ptr,
+    start_ptr, rows_ptr, d_out_ptr, incoming_ptr, dq_ptr, dq_moved_ptr, d_local_ptr, row_sum_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
-    stride_vh, stride_gb, stride_gt, stride_gh, stride_dqb, stride_dqt, stride_dqh, T, HQ,
-    num_chunks, num_levels, total_rows, moved_rows, total_blocks, scale, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, MOVE: tl.constexpr,
+    stride_vh, stride_gb, stride_gt, stride_gh, stride_eb, stride_et, stride_eh, stride_dqb,
+    stride_dqt, stride_dqh, T, HQ, num_chunks, num_levels, total_rows, moved_rows, total_blocks,
+    scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    MOVE: tl.constexpr,
 ):  # fmt: skip
-    """Pass of one query tile. dq is that of q_start with reflections, of q without."""
+    """Pass of one query tile. dq is that of q_start with reflections, of q without. `incoming` is
+    the gradient of the queries at the start of the piece.
+    """
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
     q_head = tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
@@ -136,7 +145,12 @@ def attention_dq_kernel(
     bias, delta = load_rows(rows_ptr + q_head * num_chunks * CHUNK * 2, m0, CHUNK)
     d_out = load_tile(d_out_ptr, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
 
+    PIECE: tl.constexpr = incoming_ptr is not None
     dq = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+    if PIECE:
+        incoming_ptr += b * stride_eb + hq * stride_eh
+        incoming = load_tile(incoming_ptr, m0, stride_et, T, CHUNK, BLOCK_D, HEAD_DIM)
+        dq += incoming.to(tl.float32) / scale
     row_sum = tl.zeros([CHUNK], tl.float32)
     q = load_tile(q_ptr, m0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
     s = diagonal_logits(
@@ -157,17 +171,16 @@ def attention_dq_kernel(
     if HAS_PATH:
         store_tile(d_local_ptr, m0, CHUNK, m0 + CHUNK, ds * scale, CHUNK, CHUNK, CHUNK)
         row_base = total_rows
-        block_base = head * total_blocks + total_blocks
+        block_base = head * total_blocks + total_blocks - 2
         for step in range(num_levels):
             half = CHUNK << (num_levels - 1 - step)
             block = m0 // half
             row_base -= rows_of_level(T, num_levels - 1 - step, CHUNK)
-            if step > 0:
-                block_base -= T // half
-            if (block % 2 == 1) & (block * half > document):
+            block_base -= blocks_of_level(T, half)
+            if (block % 2 == 1) & ((block * half > document) | PIECE):
                 left = (block - 1) * half
                 here = row_base + left // 2 + m0 % half
-                if query_moves(m0, half):
+                if query_moves(m0, half, PIECE):
                     store_tile(
                         dq_moved_ptr, here, BLOCK_D, moved_rows, dq * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
@@ -179,8 +192,8 @@ def attention_dq_kernel(
                 dq, row_sum = query_gradient(
                     dq, row_sum, q_here, d_out, bias, delta, k_levels_ptr + shift * BLOCK_D, v_ptr,
                     gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_ref,
-                    first_key, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
-                    HAS_GATE, HAS_DOC, PRECISION,
+                    first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
+                    True, HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
         dq_ptr += q_head * num_chunks * CHUNK * BLOCK_D
         store_tile(dq_ptr, m0, BLOCK_D, m0 + CHUNK, dq * scale, CHUNK, BLOCK_D, BLOCK_D)
@@ -190,8 +203,8 @@ def attention_dq_kernel(
         if m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
             dq, row_sum = query_gradient(
                 dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt,
-                stride_vt, document // BLOCK_N * BLOCK_N, m0, gate_ref, first_key,
-                logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC,
+                stride_vt, document // BLOCK_N * BLOCK_N, m0, gate_ref, first_key, T, logit_scale,
+                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC,
                 PRECISION,
             )  # fmt: skip
         dq_ptr += b * stride_dqb + hq * stride_dqh
@@ -234,12 +247,8 @@ def key_pass(
     """
     for m in range(lo, hi, BLOCK_M):
         rows = m + tl.arange(0, BLOCK_M)
-        if WHOLE:
-            q = load_full_tile(q_ptr, m, stride_q, BLOCK_M, BLOCK_D, Q_WIDTH)
-            d_out = load_full_tile(d_out_ptr, m, stride_gt, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
-        else:
-            q = load_tile(q_ptr, m, stride_q, T, BLOCK_M, BLOCK_D, Q_WIDTH)
-            d_out = load_tile(d_out_ptr, m, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
+        q = load_rows_before(q_ptr, m, stride_q, T, BLOCK_M, BLOCK_D, Q_WIDTH, WHOLE)
+        d_out = load_rows_before(d_out_ptr, m, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V, WHOLE)
         bias, delta = load_rows(rows_ptr, m, BLOCK_M)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias[None, :]
         if HAS_GATE:
@@ -260,17 +269,18 @@ def key_pass(
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
-    start_ptr, end_ptr, rows_ptr, d_out_ptr, dk_ptr, dv_ptr, dk_moved_ptr, col_sum_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
-    stride_vh, stride_gb, stride_gt, stride_gh, stride_dkb, stride_dkt, stride_dkh, stride_dvb,
-    stride_dvt, stride_dvh, T, HQ, num_chunks, num_levels, total_rows, moved_rows, total_blocks,
-    scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
-    MOVE: tl.constexpr,
+    start_ptr, end_ptr, rows_ptr, d_out_ptr, incoming_ptr, dk_ptr, dv_ptr, dk_moved_ptr,
+    col_sum_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
+    stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_eb, stride_et, stride_eh,
+    stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt, stride_dvh, T, HQ, num_chunks,
+    num_levels, total_rows, moved_rows, total_blocks, scale, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, MOVE: tl.constexpr,
 ):  # fmt: skip
     """Pass of one key tile over every query head of its group; logits are transposed, [CHUNK,
-    rows]. dk is that of k_end with reflections, of k without.
+    rows]. dk is that of k_end with reflections, of k without. `incoming` is the gradient of the
+    keys at the end of the piece.
     """
     n0 = tl.program_id(0) * CHUNK
     head = tl.program_id(1)
@@ -302,8 +312,13 @@ def attention_dkdv_kernel(
     reach = T
     if HAS_DOC:
         reach = tl.load(end_ptr + b * T + tl.minimum(n0 + CHUNK, T) - 1)
+    PIECE: tl.constexpr = incoming_ptr is not None
     dv = tl.zeros([CHUNK, BLOCK_DV], tl.float32)
     dk = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+    if PIECE:
+        incoming_ptr += b * stride_eb + h * stride_eh
+        incoming = load_tile(incoming_ptr, n0, stride_et, T, CHUNK, BLOCK_D, HEAD_DIM)
+        dk += incoming.to(tl.float32) / scale
 
     for g in tl.range(GROUP, num_stages=1):
         col_sum = tl.zeros([CHUNK], tl.float32)
@@ -347,17 +362,16 @@ def attention_dkdv_kernel(
 
     if HAS_PATH:
         row_base = total_rows
-        block_base = head * total_blocks + total_blocks
+        block_base = head * total_blocks + total_blocks - 2
         for step in range(num_levels):
             half = CHUNK << (num_levels - 1 - step)
             block = n0 // half
             right = (block + 1) * half
             row_base -= rows_of_level(T, num_levels - 1 - step, CHUNK)
-            if step > 0:
-                block_base -= T // half
-            if (block % 2 == 0) & (right < reach):
+            block_base -= blocks_of_level(T, half)
+            if (block % 2 == 0) & (right < (T if PIECE else reach)):
                 here = row_base + (right - half) // 2 + n0 % half
-                if key_moves(n0, half, T):
+                if key_moves(n0, half, T, PIECE):
                     store_tile(
                         dk_moved_ptr, here, BLOCK_D, moved_rows, dk * scale, CHUNK, BLOCK_D, BLOCK_D
                     )

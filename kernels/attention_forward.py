@@ -40,8 +40,13 @@ def softmax_step(acc, l_i, m_i, s, v, HAS_DOC: tl.constexpr, PRECISION: tl.const
 
 @triton.jit
 def gate_between(offset_ptr, first_key, gate_ref):
-    """Gate sum of the whole spans from the one of first_key to the one that starts at gate_ref."""
-    return (gate_ref - tl.load(offset_ptr + first_key // GATE_SPAN)).to(tl.float32)
+    """Gate sum of the whole spans from the one of first_key to the one that starts at gate_ref, or
+    zero where the sums have no offsets.
+    """
+    if offset_ptr is None:
+        return 0.0
+    else:
+        return (gate_ref - tl.load(offset_ptr + first_key // GATE_SPAN)).to(tl.float32)
 
 
 @triton.jit
@@ -54,15 +59,29 @@ def load_columns(ptr, first, COLS: tl.constexpr):
 
 
 @triton.jit
+def load_rows_before(
+    ptr, first_row, stride, T, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """`load_tile` of the rows before T; WHOLE: that is all of them."""
+    if WHOLE:
+        return load_full_tile(ptr, first_row, stride, ROWS, COLS, WIDTH)
+    else:
+        return load_tile(ptr, first_row, stride, T, ROWS, COLS, WIDTH)
+
+
+@triton.jit
 def attend(
     acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, lo, hi, gate_q,
-    gate_ref, first_key, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Dense attention to the keys lo ... hi - 1 (whole tiles, all visible but for documents)."""
+    """Dense attention to the keys lo ... hi - 1, all visible but for documents. WHOLE: no tile
+    passes the end T.
+    """
     for start in range(lo, hi, BLOCK_N):
-        k = load_full_tile(k_ptr, start, stride_kt, BLOCK_N, BLOCK_D, K_WIDTH)
+        k = load_rows_before(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
             between = gate_between(offset_ptr, start, gate_ref)
@@ -71,7 +90,9 @@ def attend(
             s = tl.where(
                 start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], s, float("-inf")
             )
-        v = load_full_tile(v_ptr, start, stride_vt, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
+        if not WHOLE:
+            s = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], s, float("-inf"))
+        v = load_rows_before(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
         acc, l_i, m_i = softmax_step(acc, l_i, m_i, s, v, HAS_DOC, PRECISION)
     return acc, l_i, m_i
 
@@ -95,8 +116,8 @@ def attention_forward_kernel(
     out_ptr, lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
     stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, T, HQ, num_chunks, num_levels,
     total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output and natural log-sum-exp of a chunk. `scale` and the gate are in log2 units."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
@@ -157,15 +178,15 @@ def attention_forward_kernel(
                 acc, l_i, m_i = attend(
                     acc, l_i, m_i, q_here, k_levels_ptr + tl.cast(shift, tl.int64) * BLOCK_D, v_ptr,
                     gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref,
-                    first_key, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE,
-                    HAS_DOC, PRECISION,
+                    first_key, T, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True,
+                    HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
             row_base += rows_of_level(T, level, CHUNK)
     elif m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
         acc, l_i, m_i = attend(
             acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
-            document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, scale, HEAD_DIM,
-            BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, HAS_GATE, HAS_DOC, PRECISION,
+            document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T, scale, HEAD_DIM,
+            BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip
 
     out_ptr += b * stride_ob + hq * stride_oh

@@ -102,7 +102,8 @@ def chunk_kernel(
         for c0 in tl.range(0, BLOCK_D, COLS, num_stages=1):
             cols = c0 + tl.arange(0, COLS)
             columns = w_ptr + rows.to(tl.int64)[:, None] * stride_wt + cols[None, :]
-            w_cols = tl.load(columns, mask=(cols < HEAD_DIM)[None, :], other=0.0)
+            mask = (rows < T)[:, None] & (cols < HEAD_DIM)[None, :]
+            w_cols = tl.load(columns, mask=mask, other=0.0)
             product = tl.where(offs_d[:, None] == cols[None, :], 1.0, 0.0)
             product -= dot(tl.trans(w), dot(x, w_cols, PRECISION), PRECISION)
             pointers = product_ptr + offs_d[:, None] * BLOCK_D + cols[None, :]

@@ -14,6 +14,10 @@ class Tiles:
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 SCRATCH_BYTES = 2 << 30
 """Heads are processed in groups whose scratch stays under this, so that memory does not grow with
@@ -38,6 +42,12 @@ def product_tiles(width: int, products: int) -> tuple[int, int]:
 WHOLE_PRODUCTS = 512
 
 
+WIDE_FLOAT32 = Tiles(64, 8, 1)
+"""Backward passes of fp32 heads padded to 256: of four, the one that fits shared memory (128 KiB;
+64 x 32 asks for 320). Slow: it spills.
+"""
+
+
 def forward_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
     """Tiles of the forward pass for heads padded to `width`: a query tile stays, keys stream.
 
@@ -54,14 +64,14 @@ def forward_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
 def query_tiles(dtype: torch.dtype, width: int) -> Tiles:
     """Tiles of the dq pass: a query tile stays, keys stream. 0.80 ms, 1.11 with 128 x 128."""
     if dtype == torch.float32:
-        return Tiles(32, 4, 2)
+        return Tiles(32, 4, 2) if width <= 128 else WIDE_FLOAT32
     return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
 
 
 def key_tiles(dtype: torch.dtype, width: int) -> Tiles:
     """Tiles of the dk, dv pass: a key tile stays, queries stream. 2.5 ms, 3.1 with 64 x 128."""
     if dtype == torch.float32:
-        return Tiles(64, 4, 1)
+        return Tiles(64, 4, 1) if width <= 128 else WIDE_FLOAT32
     return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
 
 

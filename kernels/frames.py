@@ -23,7 +23,7 @@ class Frames:
     """The transformed inputs of one group of heads: factors, products, and q, k of every level."""
 
     inverse: Tensor  # [B, H, N, C, C] fp32, M^-1 of each chunk
-    products: Tensor  # [B, H, blocks, BLOCK_D, BLOCK_D], levels 0 ... num_levels - 2
+    products: Tensor  # [B, H, blocks, BLOCK_D, BLOCK_D], see tiles.stored_blocks
     q_levels: Tensor  # [B, HQ, rows, BLOCK_D]
     k_levels: Tensor  # [B, H, rows, BLOCK_D]
     local: Tensor  # [B, HQ, N, C, C] fp32
@@ -46,9 +46,32 @@ class FrameGradients:
         return FrameGradients(
             x.q.new_empty(B, HQ, chunks, CHUNK, x.width),
             x.q.new_empty(B, H, chunks, CHUNK, x.width),
-            x.q.new_empty(B, HQ, tiles.moved_rows(T), x.width),
-            x.q.new_empty(B, H, tiles.moved_rows(T), x.width),
+            x.q.new_empty(B, HQ, tiles.moved_rows(T, x.piece), x.width),
+            x.q.new_empty(B, H, tiles.moved_rows(T, x.piece), x.width),
             x.q.new_empty(B, HQ, chunks, CHUNK, CHUNK),
+        )
+
+
+@dataclass
+class Ends:
+    """What other pieces see of a piece: its queries at its start, its keys at its end, its product.
+
+    Or the gradients of these, q_start and k_end then in fp32.
+    """
+
+    q_start: Tensor  # [B, T, HQ, D]
+    k_end: Tensor  # [B, T, H, D]
+    product: Tensor  # [B, H, D, D] fp32
+
+    @staticmethod
+    def empty(x: Inputs) -> "Ends":
+        B, _, H, D = x.k.shape
+        product = torch.empty(B, H, D, D, dtype=torch.float32, device=x.k.device)
+        return Ends(x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), product)
+
+    def part(self, batch: slice, heads: slice, queries: slice) -> "Ends":
+        return Ends(
+            self.q_start[batch, :, queries], self.k_end[batch, :, heads], self.product[batch, heads]
         )
 
 
@@ -69,54 +92,34 @@ def _chunk_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
     }
 
 
-def make_frames(x: Inputs) -> Frames:
-    """Chunk transform, tree of products, sweep of queries and keys."""
+def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
+    """Chunk transform, tree of products, sweep of queries and keys; those of a piece into `ends`.
+
+    A piece moves all of its tokens to its ends, so that documents skip nothing here.
+    """
+    x = x.without_documents() if x.piece else x
     B, T, HQ, D = x.q.shape
     H, width = x.k.shape[2], x.width
-    chunks, levels = triton.cdiv(T, CHUNK), tiles.num_levels(T)
-    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T)
+    chunks, rows = triton.cdiv(T, CHUNK), tiles.total_rows(T)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": x.q.device}
     frames = Frames(
         torch.empty(B, H, chunks, CHUNK, CHUNK, **fp32),
-        torch.empty(B, H, blocks, width, width, dtype=x.product_dtype, device=x.q.device),
+        x.q.new_empty(B, H, tiles.total_blocks(T), width, width, dtype=x.product_dtype),
         x.q.new_empty(B, HQ, rows, width),
         x.q.new_empty(B, H, rows, width),
         torch.empty(B, HQ, chunks, CHUNK, CHUNK, **fp32),
     )
-    factors = _chunk_arguments(x, frames)
-    chunk_kernel[(chunks, B * H)](
-        **factors,
-        product_ptr=frames.products,
-        num_blocks=tiles.level_blocks(T, 0) if levels > 1 else 0,
-        total_blocks=blocks,
-        SOLVE=config.SOLVE,
-        COLS=min(width, 64),
-        **config.chain_options(x.q.dtype),
-    )
-    base = 0
-    for level in range(1, levels - 1):
-        child, base = base, base + tiles.level_blocks(T, level - 1)
-        count = tiles.level_blocks(T, level)
-        side, warps = config.product_tiles(width, count * B * H)
-        tree_kernel[(count, B * H, (width // side) ** 2)](
-            product_ptr=frames.products,
-            child_base=child,
-            parent_base=base,
-            total_blocks=blocks,
-            BLOCK_D=width,
-            TILE=side,
-            PRECISION=x.precision,
-            num_warps=warps,
-        )
+    _make_products(x, frames)
     sweep = {
-        **factors,
+        **_chunk_arguments(x, frames),
         "product_ptr": frames.products,
-        "num_levels": levels,
+        "num_levels": tiles.num_levels(T),
         "total_rows": rows,
-        "total_blocks": blocks,
+        "total_blocks": tiles.total_blocks(T),
         "HAS_DOC": x.document_start is not None,
         **config.chain_options(x.q.dtype),
     }
+    q_start, k_end = (None, None) if ends is None else (ends.q_start, ends.k_end)
     query_sweep_kernel[(chunks, B * HQ)](
         **sweep,
         q_ptr=x.q,
@@ -124,33 +127,77 @@ def make_frames(x: Inputs) -> Frames:
         levels_ptr=frames.q_levels,
         local_ptr=frames.local,
         start_ptr=x.document_start,
-        **strides(("q", x.q), ("k", x.k)),
+        q_start_ptr=q_start,
+        **strides(("q", x.q), ("k", x.k), ("e", q_start)),
         GROUP=x.group,
     )
-    if levels > 0:
-        key_sweep_kernel[(chunks - 1, B * H)](
+    if chunks > 1 or ends is not None:
+        key_sweep_kernel[(chunks - (ends is None), B * H)](
             **sweep,
             k_ptr=x.k,
             levels_ptr=frames.k_levels,
             end_ptr=x.document_end,
-            **strides(("k", x.k)),
+            k_end_ptr=k_end,
+            **strides(("k", x.k), ("e", k_end)),
         )
+    if ends is not None:
+        ends.product.copy_(frames.products[:, :, -2, :D, :D])
     return frames
 
 
-def _products_backward(x: Inputs, frames: Frames, grads: FrameGradients) -> tuple[Tensor, int]:
+def _make_products(x: Inputs, frames: Frames) -> None:
+    """Factors and products of the chunks, and products of the levels above."""
+    B, T, H, _ = x.k.shape
+    width, levels = x.width, tiles.product_levels(T, x.piece)
+    chunk_kernel[(frames.inverse.shape[2], B * H)](
+        **_chunk_arguments(x, frames),
+        product_ptr=frames.products,
+        num_blocks=tiles.level_blocks(T, 0, x.piece) if levels else 0,
+        total_blocks=tiles.total_blocks(T),
+        SOLVE=config.SOLVE,
+        COLS=min(width, 64),
+        **config.chain_options(x.q.dtype),
+    )
+    child = base = 0
+    for level in levels:
+        count = tiles.level_blocks(T, level, x.piece)
+        side, warps = config.product_tiles(width, count * B * H)
+        if level > 0:
+            tree_kernel[(count, B * H, (width // side) ** 2)](
+                product_ptr=frames.products,
+                child_base=child,
+                parent_base=base,
+                total_blocks=tiles.total_blocks(T),
+                BLOCK_D=width,
+                TILE=side,
+                PRECISION=x.precision,
+                num_warps=warps,
+            )
+        if x.piece and 1 < count < tiles.stored_blocks(T, level):
+            # the last block has no sibling
+            frames.products[:, :, base + count] = torch.eye(width, device=x.q.device)
+        child, base = base, base + tiles.stored_blocks(T, level)
+
+
+def _products_backward(
+    x: Inputs, frames: Frames, grads: FrameGradients, d_product: Tensor | None
+) -> tuple[Tensor, int]:
     """Gradients [B * H, count, BLOCK_D, BLOCK_D] of the chunks' products, and their count; level by
-    level from the top.
+    level from the top, where that of a piece comes in.
     """
-    B, T, HQ, D = x.q.shape
-    H, width = x.k.shape[2], x.width
-    block_base, row_base = tiles.total_blocks(T), tiles.moved_rows(T)
+    B, T, H, D = x.k.shape
+    width, levels = x.width, tiles.moving_levels(T, x.piece)
+    row_base = tiles.moved_rows(T, x.piece)
+    block_base = sum(tiles.stored_blocks(T, level) for level in levels)
     tokens = max(CHUNK, config.PRODUCT_ROWS // x.group)
-    gradient, count = frames.products, 0  # of the level above; none at the top
-    for level in range(tiles.num_levels(T) - 2, -1, -1):
+    gradient, count = grads.q_moved, 0  # of the level above; none at the top
+    if d_product is not None:
+        gradient, count = x.q.new_zeros(B, H, width, width), 1
+        gradient[..., :D, :D] = d_product
+    for level in reversed(levels):
         parent, parents = gradient, count
-        count = tiles.level_blocks(T, level)
-        block_base -= count
+        count = tiles.level_blocks(T, level, x.piece)
+        block_base -= tiles.stored_blocks(T, level)
         row_base -= tiles.level_rows(T, level)
         splits = triton.cdiv(CHUNK << level, tokens)
         side, warps = config.product_tiles(width, count * splits * B * H)
@@ -168,12 +215,13 @@ def _products_backward(x: Inputs, frames: Frames, grads: FrameGradients) -> tupl
             "num_blocks": count,
             "num_splits": splits,
             "total_rows": tiles.total_rows(T),
-            "moved_rows": tiles.moved_rows(T),
+            "moved_rows": tiles.moved_rows(T, x.piece),
             "GROUP": x.group,
             "BLOCK_D": width,
             "CHUNK": CHUNK,
             "TILE": side,
             "HAS_DOC": x.document_start is not None,
+            "PIECE": x.piece,
             "PRECISION": x.precision,
             "num_warps": warps,
             "num_stages": 2,
@@ -208,20 +256,23 @@ def frames_backward(
     grads: FrameGradients,
     dq: Tensor,
     dk: Tensor,
-    dw: Tensor,
-    d_beta: Tensor,
+    dw: Tensor | None,
+    d_beta: Tensor | None,
+    d_product: Tensor | None,
 ) -> None:
-    """From the gradients of frames to those of q, k, w, beta."""
-    B, T, HQ, D = x.q.shape
-    H, chunks, levels = x.k.shape[2], frames.inverse.shape[2], tiles.num_levels(T)
+    """From the gradients of frames, and of the product of a piece, to those of q, k, w, beta."""
+    x = x.without_documents() if x.piece else x
+    B, T, HQ, _ = x.q.shape
+    H, chunks = x.k.shape[2], frames.inverse.shape[2]
     factors = _chunk_arguments(x, frames)
     dx, scratch = frames.inverse, grads.local
-    if levels > 1:
+    has_product = len(tiles.product_levels(T, x.piece)) > 0
+    if has_product:
         dx = torch.empty_like(frames.inverse)
-        d_product, count = _products_backward(x, frames, grads)
+        d_chunks, count = _products_backward(x, frames, grads, d_product)
         chunk_product_backward_kernel[(chunks, B * H)](
             **factors,
-            d_product_ptr=d_product,
+            d_product_ptr=d_chunks,
             dx_ptr=dx,
             dw_ptr=dw,
             **strides(("dw", dw)),
@@ -247,6 +298,6 @@ def frames_backward(
         d_beta_ptr=d_beta,
         **strides(("q", x.q), ("k", x.k), ("dq", dq), ("dk", dk), ("dw", dw), ("db", d_beta)),
         GROUP=x.group,
-        HAS_PRODUCT=levels > 1,
+        HAS_PRODUCT=has_product,
         num_warps=4,
     )

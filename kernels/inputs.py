@@ -1,7 +1,7 @@
 """What a launch needs to know of its inputs: widths, flags, strides, and groups of heads."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ class Inputs:
     """One group of heads of one call, last dimensions contiguous.
 
     gate [B, HQ, T] is the running sum in log2 units from the start of each GATE_SPAN tokens, fp32,
-    and gate_offset [B, HQ, spans] the sum at these starts, fp64.
+    and gate_offset [B, HQ, spans] the sum at these starts, fp64. piece: the tokens are part of a
+    longer sequence.
     """
 
     q: Tensor
@@ -32,6 +33,7 @@ class Inputs:
     document_start: Tensor | None
     document_end: Tensor | None
     scale: float
+    piece: bool = False
 
     @property
     def group(self) -> int:
@@ -47,6 +49,11 @@ class Inputs:
         products of 32 columns to shared-memory accesses out of range (seen on sm_90).
         """
         return padded(self.q.shape[3], 16 if self.w is None else 64)
+
+    @property
+    def widest(self) -> int:
+        """Columns of the widest tile."""
+        return max(self.width, padded(self.v.shape[3]))
 
     @property
     def value_widths(self) -> dict[str, int]:
@@ -73,9 +80,10 @@ class Inputs:
         """Of the stored D x D products: see `tiles.move`."""
         return torch.float32 if self.q.dtype == torch.float32 else torch.float16
 
-    def part(self, batch: slice, heads: slice) -> "Inputs":
-        queries = slice(heads.start * self.group, heads.stop * self.group)
+    def without_documents(self) -> "Inputs":
+        return replace(self, document_start=None, document_end=None)
 
+    def part(self, batch: slice, heads: slice, queries: slice) -> "Inputs":
         def pick(x: Tensor | None, h: slice) -> Tensor | None:
             return None if x is None else x[batch, :, h]
 
@@ -90,6 +98,7 @@ class Inputs:
             None if self.document_start is None else self.document_start[batch],
             None if self.document_end is None else self.document_end[batch],
             self.scale,
+            self.piece,
         )
 
 
@@ -101,6 +110,13 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def differentiable(x: Tensor) -> Tensor:
+    """fp16 inputs are differentiated in fp32 storage and tf32 products, which hold fp16 values
+    exactly: a mean loss over a million tokens has gradients of 1e-7, where fp16 has no digits left.
+    """
+    return x.float() if x.dtype == torch.float16 else x
+
+
 def prepare(
     q: Tensor,
     k: Tensor,
@@ -110,6 +126,7 @@ def prepare(
     log_gate: Tensor | None,
     document_start: Tensor | None,
     scale: float,
+    piece: bool = False,
 ) -> Inputs:
     gate = gate_offset = document_end = None
     if log_gate is not None:
@@ -137,13 +154,19 @@ def prepare(
         document_start,
         document_end,
         scale,
+        piece,
     )
 
 
-def groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]:
-    """Batch and key/value-head ranges whose scratch fits SCRATCH_BYTES (at least one head at a
-    time).
+def groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice, slice]]:
+    """Ranges of the batch, of key/value heads and of their query heads whose scratch fits
+    SCRATCH_BYTES (at least one key/value head at a time).
     """
+    for batch, heads in _key_groups(inputs, backward):
+        yield batch, heads, slice(heads.start * inputs.group, heads.stop * inputs.group)
+
+
+def _key_groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]:
     B, T, H = inputs.k.shape[:3]
     if inputs.w is None:
         yield slice(0, B), slice(0, H)

@@ -1,22 +1,29 @@
-"""Forward and backward of the operator. The only module of the kernels that the operator calls.
+"""Forward and backward of the operator, and of one piece of a sequence that is cut into pieces. The
+only module of the kernels that operators call.
 
 Shapes: q [B, T, HQ, D], k and w [B, T, H, D], v [B, T, H, DV], beta [B, T, H] and log_gate [B, T,
 HQ] in fp32, document_start [B, T] int32. Last dimensions may have any stride; they are copied if it
 is not 1.
 """
 
-from typing import Any
-
 import torch
-import triton
 from torch import Tensor
 
-from . import config, tiles
-from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, row_kernel
-from .attention_forward import attention_forward_kernel
-from .frames import FrameGradients, Frames, frames_backward, make_frames
-from .inputs import LOG2_E, Inputs, dense, groups, padded, prepare, strides
-from .tiles import CHUNK
+from .attention import Gradients, backward, forward
+from .frames import Ends, make_frames
+from .inputs import dense, differentiable, groups, prepare
+from .rectangle import rectangle_backward, rectangle_forward
+
+__all__ = [
+    "attention_backward",
+    "attention_forward",
+    "block_backward",
+    "block_forward",
+    "block_frames",
+    "rectangle_backward",
+    "rectangle_forward",
+    "unsupported_reason",
+]
 
 MAX_HEAD_DIM = 128
 """Products P are D x D tiles held by one program."""
@@ -41,35 +48,6 @@ def unsupported_reason(
     return None
 
 
-def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
-    """What the three attention kernels share."""
-    T = x.q.shape[1]
-    return {
-        "q_ptr": x.q,
-        "k_ptr": x.k,
-        "v_ptr": x.v,
-        "q_levels_ptr": frames.q_levels if frames else x.q,
-        "k_levels_ptr": frames.k_levels if frames else x.k,
-        "local_ptr": frames.local if frames else x.q,
-        "gate_ptr": x.gate if x.gate is not None else x.q,
-        "offset_ptr": x.gate_offset if x.gate_offset is not None else x.q,
-        "start_ptr": x.document_start if x.document_start is not None else x.q,
-        **strides(("q", x.q), ("k", x.k), ("v", x.v)),
-        "T": T,
-        "HQ": x.q.shape[2],
-        "num_chunks": triton.cdiv(T, CHUNK),
-        "num_levels": tiles.num_levels(T),
-        "total_rows": tiles.total_rows(T),
-        "GROUP": x.group,
-        "CHUNK": CHUNK,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        **x.widths,
-        **x.value_widths,
-        **x.flags,
-    }
-
-
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -81,26 +59,8 @@ def attention_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out [B, T, HQ, DV] in q's dtype and the natural log-sum-exp [B, HQ, T] in fp32."""
-    B, T, HQ, _ = q.shape
-    out = q.new_empty(B, T, HQ, v.shape[3])
-    lse = torch.empty(B, HQ, T, dtype=torch.float32, device=q.device)
-    inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale)
-    for batch, heads in groups(inputs, backward=False):
-        x = inputs.part(batch, heads)
-        queries = slice(heads.start * x.group, heads.stop * x.group)
-        frames = None if w is None else make_frames(x)
-        block = max(x.width, padded(v.shape[3]))
-        tile = config.forward_tiles(q.dtype, block, frames is not None)
-        part = out[batch, :, queries]
-        attention_forward_kernel[(triton.cdiv(T, CHUNK), part.shape[0] * part.shape[2])](
-            **_attention_arguments(x, frames, tile),
-            BLOCK_N=tile.stream,
-            out_ptr=part,
-            lse_ptr=lse[batch, queries],
-            **strides(("o", part)),
-            scale=scale * LOG2_E,
-        )
-    return out, lse
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    return out, forward(prepare(q, k, v, w, beta, log_gate, document_start, scale), out)
 
 
 def attention_backward(
@@ -115,117 +75,88 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv, dw, dbeta, dlog_gate; empty tensors where the input is absent.
-
-    fp16 inputs are differentiated in fp32 storage and tf32 products, which hold fp16 values
-    exactly: a mean loss over a million tokens has gradients of 1e-7, where fp16 has no digits left.
-    """
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, dw, dbeta, dlog_gate; None where the input is absent."""
     dtype = q.dtype
-    if dtype == torch.float16:
-        d_out, q, k, v, out = (t.float() for t in (d_out, q, k, v, out))
-        w = None if w is None else w.float()
-    d_out = dense(d_out)
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    dw = q.new_empty(0) if w is None else w.new_empty(w.shape)
-    d_beta = lse.new_empty(0) if beta is None else lse.new_empty(beta.shape)
-    row_sum = col_sum = lse
-    if log_gate is not None:
-        row_sum, col_sum = torch.empty_like(lse), torch.empty_like(lse)
+    q, k, v = (differentiable(x) for x in (q, k, v))
+    w = None if w is None else differentiable(w)
     inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale)
-    for batch, heads in groups(inputs, backward=True):
-        queries = slice(heads.start * inputs.group, heads.stop * inputs.group)
-        _backward_group(
-            inputs.part(batch, heads),
-            d_out[batch, :, queries],
-            out[batch, :, queries],
-            lse[batch, queries],
-            dq[batch, :, queries],
-            dk[batch, :, heads],
-            dv[batch, :, heads],
-            None if w is None else dw[batch, :, heads],
-            None if beta is None else d_beta[batch, :, heads],
-            row_sum[batch, queries],
-            col_sum[batch, queries],
-        )
-    d_gate = lse.new_empty(0)
-    if log_gate is not None:
-        # fp64: the suffix sum of a million signed terms; reversed as total minus prefix
-        d_sum = (row_sum - col_sum).double()
-        d_gate = (
-            (d_sum.sum(-1, keepdim=True) - d_sum.cumsum(-1) + d_sum)
-            .float()
-            .transpose(1, 2)
-            .contiguous()
-        )
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype), dw.to(dtype), d_beta, d_gate
+    grads = Gradients.empty(inputs)
+    backward(inputs, d_out, out, lse, grads)
+    *vectors, d_beta, d_gate = grads.of_inputs()
+    return *(None if x is None else x.to(dtype) for x in vectors), d_beta, d_gate
 
 
-def _backward_group(
-    x: Inputs,
+def block_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_gate: Tensor | None,
+    document_start: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """One piece of a longer sequence: attention inside it, and what other pieces need of it.
+
+    out [B, T, HQ, DV] and lse [B, HQ, T] in fp32; q_start = H_1 ... H_i q_i and k_end =
+    (H_{j+1} ... H_T)^T k_j in the dtype of q; product = H_1 ... H_T [B, H, D, D] in fp32. Without
+    reflections these are q, k, None.
+    """
+    inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale, piece=w is not None)
+    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
+    if w is None:
+        return out, forward(inputs, out), q, k, None
+    ends = Ends.empty(inputs)
+    return out, forward(inputs, out, ends), ends.q_start, ends.k_end, ends.product
+
+
+def block_frames(
+    q: Tensor, k: Tensor, w: Tensor | None, beta: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The last three results of `block_forward`, without its attention."""
+    if w is None:
+        return q, k, None
+    inputs = prepare(q, k, k, w, beta, None, None, 1.0, piece=True)
+    ends = Ends.empty(inputs)
+    for group in groups(inputs, backward=False):
+        make_frames(inputs.part(*group), ends.part(*group))
+    return ends.q_start, ends.k_end, ends.product
+
+
+def block_backward(
     d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_gate: Tensor | None,
+    document_start: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dw: Tensor | None,
-    d_beta: Tensor | None,
-    row_sum: Tensor,
-    col_sum: Tensor,
-) -> None:
-    B, T, HQ, D = x.q.shape
-    H, width = x.k.shape[2], x.width
-    frames = None if x.w is None else make_frames(x)
-    chunks, block = triton.cdiv(T, CHUNK), max(width, padded(x.v.shape[3]))
-    rows = lse.new_empty(B, HQ, chunks * CHUNK, 2)
-    row_kernel[(chunks, B * HQ)](
-        out_ptr=out,
-        d_out_ptr=d_out,
-        lse_ptr=lse,
-        gate_ptr=x.gate,
-        rows_ptr=rows,
-        **strides(("o", out), ("g", d_out)),
-        T=T,
-        HQ=HQ,
-        num_chunks=chunks,
-        CHUNK=CHUNK,
-        HAS_GATE=x.gate is not None,
-        **x.value_widths,
-    )
-    grads = FrameGradients.empty(x) if frames else None
-    shared = {
-        "rows_ptr": rows,
-        "d_out_ptr": d_out,
-        "scale": x.scale,
-        "product_ptr": frames.products if frames else x.q,
-        "moved_rows": tiles.moved_rows(T),
-        "total_blocks": tiles.total_blocks(T),
-        "MOVE": x.precision,
-        **strides(("g", d_out)),
-    }
-    tile = config.query_tiles(x.q.dtype, block)
-    attention_dq_kernel[(chunks, B * HQ)](
-        **_attention_arguments(x, frames, tile),
-        **shared,
-        **strides(("dq", dq)),
-        dq_ptr=grads.q_start if grads else dq,
-        dq_moved_ptr=grads.q_moved if grads else dq,
-        d_local_ptr=grads.local if grads else dq,
-        row_sum_ptr=row_sum,
-        BLOCK_N=tile.stream,
-    )
-    tile = config.key_tiles(x.q.dtype, block)
-    attention_dkdv_kernel[(chunks, B * H)](
-        **_attention_arguments(x, frames, tile),
-        **shared,
-        **strides(("dk", dk), ("dv", dv)),
-        end_ptr=x.document_end if x.document_end is not None else x.q,
-        dk_ptr=grads.k_end if grads else dk,
-        dk_moved_ptr=grads.k_moved if grads else dk,
-        dv_ptr=dv,
-        col_sum_ptr=col_sum,
-        BLOCK_M=tile.stream,
-    )
-    if frames and grads:
-        frames_backward(x, frames, grads, dq, dk, dw, d_beta)
+    scale: float,
+    dq_start: Tensor,
+    dk_end: Tensor,
+    d_product: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """As `attention_backward`, of one piece. dv, and without reflections dq and dk, are in fp32;
+    others are too for fp16 inputs.
+
+    out and lse are those over all pieces; dq_start, dk_end, d_product are what comes from other
+    pieces, in fp32. dv and dlog_gate are those of the pairs inside the piece.
+    """
+    q, k, v = (differentiable(x) for x in (q, k, v))
+    w = None if w is None else differentiable(w)
+    inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale, piece=w is not None)
+    grads = Gradients.empty(inputs)
+    grads.v = torch.empty_like(grads.v, dtype=torch.float32)
+    if d_product is None:
+        grads.q, grads.k = (torch.empty_like(x, dtype=torch.float32) for x in (grads.q, grads.k))
+        backward(inputs, d_out, out, lse, grads)
+        grads.q += dq_start
+        grads.k += dk_end
+    else:
+        d_ends = Ends(dense(dq_start), dense(dk_end), d_product)
+        backward(inputs, d_out, out, lse, grads, d_ends)
+    return grads.of_inputs()

@@ -7,6 +7,10 @@ carries them.
 
 A program owns the queries (or keys) of one chunk and carries them in fp32 through every level, so
 that each stored level is rounded once.
+
+The tokens may be a piece of a longer sequence: a right child in all that lies before it, a left
+child in all that comes after. Its own product is made, its queries are carried to its start and its
+keys to its end; blocks cut off by its end have products too (missing tokens reflect nothing).
 """
 
 import triton
@@ -15,6 +19,7 @@ import triton.language as tl
 from .chunk import load_factors
 from .tiles import (
     RUNTIME,
+    blocks_of_level,
     dot,
     load_square,
     load_tile,
@@ -42,27 +47,27 @@ def tree_kernel(
 
 
 @triton.jit
-def query_moves(first, half):
+def query_moves(first, half, PIECE: tl.constexpr):
     """Whether queries of a right block of `half` tokens lie right once more at a higher level."""
-    return first // (2 * half) > 0
+    return (first // (2 * half) > 0) | PIECE
 
 
 @triton.jit
-def key_moves(first, half, T):
+def key_moves(first, half, T, PIECE: tl.constexpr):
     """Whether keys of a left block of `half` tokens lie left of a token once more above."""
-    return (first // (2 * half) + 1) * 2 * half < T
+    return ((first // (2 * half) + 1) * 2 * half < T) | PIECE
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def query_sweep_kernel(
     q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, local_ptr, start_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb, stride_wt,
-    stride_wh, stride_bb, stride_bt, stride_bh, T, H, num_chunks, num_levels, total_rows,
-    total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    q_start_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb,
+    stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, stride_eb, stride_et, stride_eh, T, H,
+    num_chunks, num_levels, total_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Local logits [C, C] (fp32, unscaled) of a chunk, and its queries at every level where they
-    lie right.
+    lie right; with q_start_ptr also at the start of the piece.
     """
     chunk, q_head = tl.program_id(0), tl.program_id(1)
     head, g = (q_head // GROUP).to(tl.int64), q_head % GROUP
@@ -99,22 +104,26 @@ def query_sweep_kernel(
         if (block % 2 == 1) & (block * half > document):
             here = row_base + block // 2 * half + first % half
             store_tile(levels_ptr, here, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
-            if query_moves(first, half):
+            if query_moves(first, half, q_start_ptr is not None):
                 product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
                 t = move(t, product, True, PRECISION)
         row_base += rows_of_level(T, level, CHUNK)
-        block_base += T // half
+        block_base += blocks_of_level(T, half)
+    if q_start_ptr is not None:
+        q_start_ptr += b * stride_eb + (h * GROUP + g) * stride_eh
+        store_tile(q_start_ptr, first, stride_et, T, t, CHUNK, BLOCK_D, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def key_sweep_kernel(
-    k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, end_ptr, stride_kb, stride_kt,
-    stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, T, H, num_chunks,
-    num_levels, total_rows, total_blocks, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, end_ptr, k_end_ptr, stride_kb,
+    stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
+    stride_eb, stride_et, stride_eh, T, H, num_chunks, num_levels, total_rows, total_blocks,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys of a chunk at every level where they lie left of a block that has a token. Not launched
-    for the last chunk.
+    """Keys of a chunk at every level where they lie left of a block that has a token; with
+    k_end_ptr also at the end of the piece. Without, not launched for the last chunk.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
@@ -142,8 +151,11 @@ def key_sweep_kernel(
         if (block % 2 == 0) & ((block + 1) * half < reach):
             here = row_base + block // 2 * half + first % half
             store_tile(levels_ptr, here, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
-            if key_moves(first, half, T):
+            if key_moves(first, half, T, k_end_ptr is not None):
                 product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
                 t = move(t, product, False, PRECISION)
         row_base += rows_of_level(T, level, CHUNK)
-        block_base += T // half
+        block_base += blocks_of_level(T, half)
+    if k_end_ptr is not None:
+        k_end_ptr += b * stride_eb + h * stride_eh
+        store_tile(k_end_ptr, first, stride_et, T, t, CHUNK, BLOCK_D, HEAD_DIM)

@@ -17,9 +17,9 @@ GATE_SPAN = tl.constexpr(128)
 """Tokens per fp64 offset of the gate's running sum; a multiple of every attention tile."""
 
 RUNTIME = """
-T H HQ num_chunks num_levels total_rows moved_rows total_blocks num_blocks num_splits num_parents level
-row_base block_base child_base parent_base
-stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh
+T TQ TK H HQ num_chunks num_levels total_rows moved_rows total_blocks
+num_blocks num_splits num_parents level row_base block_base child_base parent_base
+stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh stride_lb stride_lh
 """.split()
 """Arguments that follow the sequence length: specialised, they would compile anew for others."""
 
@@ -43,19 +43,36 @@ def total_rows(seq_len: int) -> int:
     return sum(level_rows(seq_len, level) for level in range(num_levels(seq_len)))
 
 
-def level_blocks(seq_len: int, level: int) -> int:
-    """Blocks of a level whose product P is read: the complete ones."""
-    return seq_len // (CHUNK << level)
+def moving_levels(seq_len: int, piece: bool) -> range:
+    """Levels whose tiles move on: all but the top, which moves those of a piece to its ends."""
+    return range(num_levels(seq_len) - (not piece))
+
+
+def moved_rows(seq_len: int, piece: bool) -> int:
+    """Rows of these levels."""
+    return sum(level_rows(seq_len, level) for level in moving_levels(seq_len, piece))
+
+
+def product_levels(seq_len: int, piece: bool) -> range:
+    """Levels whose products are made: those that move tiles, and that of the whole piece."""
+    return range(num_levels(seq_len) + (1 if piece else -1))
+
+
+def level_blocks(seq_len: int, level: int, piece: bool) -> int:
+    """Blocks of a level whose product P is read: the complete ones, all of a piece."""
+    size = CHUNK << level
+    return (seq_len + size - 1) // size if piece else seq_len // size
+
+
+def stored_blocks(seq_len: int, level: int) -> int:
+    """Products of a level lie in pairs of siblings, those of all levels one after another."""
+    pair = 2 * CHUNK << level
+    return (seq_len + pair - 1) // pair * 2
 
 
 def total_blocks(seq_len: int) -> int:
-    """Stored products of one head, levels 0 ... num_levels - 2: the top moves nothing."""
-    return sum(level_blocks(seq_len, level) for level in range(num_levels(seq_len) - 1))
-
-
-def moved_rows(seq_len: int) -> int:
-    """Rows of all levels but the top: those whose tiles move on."""
-    return sum(level_rows(seq_len, level) for level in range(num_levels(seq_len) - 1))
+    """Stored products of one head; the last pair holds that of the whole piece."""
+    return sum(stored_blocks(seq_len, level) for level in range(num_levels(seq_len) + 1))
 
 
 @triton.jit
@@ -63,6 +80,12 @@ def rows_of_level(seq_len, level, CHUNK: tl.constexpr):
     """`level_rows` on the device."""
     half = CHUNK << level
     return (seq_len + half - 1) // (2 * half) * half
+
+
+@triton.jit
+def blocks_of_level(seq_len, half):
+    """`stored_blocks` on the device."""
+    return tl.cdiv(seq_len, 2 * half) * 2
 
 
 @triton.jit

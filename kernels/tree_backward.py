@@ -1,11 +1,12 @@
 """Gradients of the products P, from the top level down.
 
-    P moved queries of the right sibling, q+ = P q:       dP += dq+ q^T
-    P moved keys of the left sibling, k+ = P^T k:         dP += k dk+^T
-    P_parent = P_left P_right:      dP_left += dP_parent P_right^T      dP_right += P_left^T dP_parent
+    P moved queries of the right sibling, q+ = P q:    dP += dq+ q^T
+    P moved keys of the left sibling, k+ = P^T k:      dP += k dk+^T
+    P_parent = P_left P_right:    dP_left += dP_parent P_right^T    dP_right += P_left^T dP_parent
 
 q, k and the gradients dq+, dk+ of what moved are the levels' rows, summed in a fixed order. The
-first and the last block of a level move nothing that moves again, and nothing comes back to them.
+first and the last block of a level move nothing that moves again, and nothing comes back to them,
+but in a piece of a longer sequence: there dP of the whole piece comes from other pieces.
 """
 
 import triton
@@ -20,7 +21,7 @@ def moved_outer(
     q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, half,
     row_base, total_rows, moved_rows, block, head, lo, hi, r0, c0, GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DOC: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ROWS x COLS of a block's dP from tokens lo ... hi - 1 of the sibling that P moved: queries of
     every head of the group, or keys.
@@ -31,7 +32,7 @@ def moved_outer(
     acc = tl.zeros([ROWS, COLS], tl.float32)
     if block % 2 == 0:
         first += half
-        stop = tl.where(query_moves(first, half), tl.minimum(hi, T - first), 0)
+        stop = tl.where(query_moves(first, half, PIECE), tl.minimum(hi, T - first), 0)
         for g in tl.range(GROUP, num_stages=1):
             a_ptr = dq_moved_ptr + (head * GROUP + g) * moved_rows * BLOCK_D + r0
             c_ptr = q_levels_ptr + (head * GROUP + g) * total_rows * BLOCK_D + c0
@@ -43,7 +44,7 @@ def moved_outer(
                 c = load_tile(c_ptr, row + start, BLOCK_D, limit, CHUNK, COLS, COLS)
                 acc += dot(tl.trans(a), c, PRECISION)
     else:
-        stop = tl.where(key_moves(first, half, T), hi, 0)
+        stop = tl.where(key_moves(first, half, T, PIECE), hi, 0)
         a_ptr = k_levels_ptr + head * total_rows * BLOCK_D + r0
         c_ptr = dk_moved_ptr + head * moved_rows * BLOCK_D + c0
         for start in range(lo, stop, CHUNK):
@@ -80,7 +81,7 @@ def product_gradient_kernel(
     q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, partial_ptr, start_ptr, end_ptr, T, H,
     level, row_base, num_blocks, num_splits, total_rows, moved_rows, GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DOC: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of one level's dP, SPLIT tokens each: long blocks alone leave SMs idle."""
     block, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
@@ -91,7 +92,7 @@ def product_gradient_kernel(
         q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, half,
         row_base, total_rows, moved_rows, block, head, split * SPLIT,
         tl.minimum((split + 1) * SPLIT, half), r0, c0, GROUP, BLOCK_D, CHUNK, TILE, TILE, HAS_DOC,
-        PRECISION,
+        PIECE, PRECISION,
     )  # fmt: skip
     partial_ptr += ((head * num_blocks + block) * num_splits + split) * BLOCK_D * BLOCK_D
     tl.store(tile_pointers(partial_ptr + c0, r0, BLOCK_D, TILE, TILE), acc)
@@ -103,7 +104,7 @@ def tree_backward_kernel(
     partial_ptr, parent_ptr, gradient_ptr, T, H, level, row_base, total_rows, moved_rows,
     block_base, num_blocks, num_splits, num_parents, total_blocks, GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DOC: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """TILE x TILE of one level's dP: from what P moved, and from the product of its parent."""
     block, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -120,7 +121,7 @@ def tree_backward_kernel(
         acc = moved_outer(
             q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, half,
             row_base, total_rows, moved_rows, block, head, 0, half, r0, c0, GROUP, BLOCK_D, CHUNK,
-            TILE, TILE, HAS_DOC, PRECISION,
+            TILE, TILE, HAS_DOC, PIECE, PRECISION,
         )  # fmt: skip
     if block // 2 < num_parents:
         acc = add_parent(

@@ -64,6 +64,22 @@ def path_attention(
     Source: Yang et al., PaTH Attention (NeurIPS 2025), sections 2 and 3; the gate is that of
     Lin et al., Forgetting Transformer (ICLR 2025). path_backend/dyadic.py describes the algorithm.
     """
+    inputs = (q, k, v, w, beta, log_gate, document_start)
+    inputs, scale = prepare(inputs, scale, gate_scale, implementation)
+    out, _ = torch.ops.path_backend.attention(*inputs, scale, implementation)
+    return out
+
+
+Arguments = tuple[
+    Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None
+]
+
+
+def prepare(
+    inputs: Arguments, scale: float | None, gate_scale: float, implementation: str
+) -> tuple[Arguments, float]:
+    """Checks the arguments of path_attention; returns tensors and scale as the op takes them."""
+    q, k, v, w, beta, log_gate, document_start = inputs
     _check(q, k, v, w, beta, log_gate, document_start, implementation)
     _check_number("scale", scale)
     _check_number("gate_scale", gate_scale)
@@ -78,10 +94,7 @@ def path_attention(
         if gate_scale != 1.0:
             log_gate = log_gate * gate_scale
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, _ = torch.ops.path_backend.attention(
-        q, k, v, w, beta, log_gate, document_start, scale, implementation
-    )
-    return out
+    return (q, k, v, w, beta, log_gate, document_start), scale
 
 
 def _check(

@@ -320,9 +320,9 @@ def commit() -> str:
     return name.stdout.strip() + ("+" if changed.stdout else "")
 
 
-def preamble() -> Iterator[str]:
+def preamble(module: str = "path_backend.benchmark") -> Iterator[str]:
     yield datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    yield f"command: python -m path_backend.benchmark {' '.join(sys.argv[1:])}"
+    yield f"command: python -m {module} {' '.join(sys.argv[1:])}"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none with CUDA"
     yield f"device: {device}"
     versions = [f"torch {torch.__version__}, CUDA {torch.version.cuda}"]

@@ -20,8 +20,7 @@ Pairs of blocks (left, right), doubling from one chunk on:
                                 k_end(left) <- P_right^T k_end(left)
                                 P <- P_left P_right
 
-The last block may be short. It is a right child or it has no sibling, so its queries move like any
-others, and nothing reads its product or the moved keys of its left sibling.
+The last block may be short; a block without a sibling rises unchanged.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class Square(NamedTuple):
 
 
 class Level(NamedTuple):
-    """All squares of one size. product [Z, T // half, D, D] of the complete children, or None if
+    """All squares of one size. product [Z, ceil(T / half), D, D] of the children, or None if
     nothing moves afterwards (no reflections, or the last level)."""
 
     half: int
@@ -141,7 +140,7 @@ class Level(NamedTuple):
         return x[:, i : i + 2 * tile.count : 2]
 
     def right(self, tile: Tile, x: Tensor) -> Tensor:
-        """The right children of complete pairs (a view)."""
+        """The right children (a view)."""
         return self.left(tile, x[:, 1:])
 
 
@@ -156,11 +155,17 @@ def squares(length: int, half: int) -> list[Tile]:
     return tiles
 
 
-def sweep(q: Tensor, k: Tensor, product: Tensor | None, chunk: int) -> Iterator[Level]:
-    """Yields the levels from small to large. q and k are overwritten; what was yielded is not."""
+def sweep(
+    q: Tensor, k: Tensor, product: Tensor | None, chunk: int, whole: bool = False
+) -> Iterator[Level]:
+    """Yields the levels from small to large. q and k are overwritten; what was yielded is not.
+
+    whole: moves q and k on to the frame of all T tokens, q to their start and k to their end. One
+    more level comes last, without squares, and holds the product of all.
+    """
     length, half = q.shape[1], chunk
     while half < length:
-        moving = product if 2 * half < length else None
+        moving = product if whole or 2 * half < length else None
         pairs = [Square(t, t.rows_of(q), t.keys_of(k)) for t in squares(length, half)]
         if moving is not None:  # in place, below
             pairs = [Square(t, q_right.clone(), k_left.clone()) for t, q_right, k_left in pairs]
@@ -169,19 +174,21 @@ def sweep(q: Tensor, k: Tensor, product: Tensor | None, chunk: int) -> Iterator[
         if moving is not None:
             product = _move_up(level, moving, q, k)
         half *= 2
+    if whole:
+        yield Level(half, product, [])
 
 
 def _move_up(level: Level, product: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Moves q and k to the frame of the next level; returns the products of its complete blocks."""
-    joined = product[:, :0]
+    """Moves q and k to the frame of the next level; returns the products of its blocks."""
+    joined = []
     for tile, q_right, k_left in level.squares:
-        left = level.left(tile, product)
+        left, right = level.left(tile, product), level.right(tile, product)
         tile.rows_of(q).copy_((q_right.flatten(2, 3) @ left.mT).view(q_right.shape))
-        if tile.span == 2 * level.half:
-            right = level.right(tile, product)
-            tile.keys_of(k).copy_(k_left @ right)
-            joined = left @ right
-    return joined
+        tile.keys_of(k).copy_(k_left @ right)
+        joined.append(left @ right)
+    if product.shape[1] % 2:
+        joined.append(product[:, -1:])
+    return torch.cat(joined, 1)
 
 
 def _move_down(
@@ -193,23 +200,26 @@ def _move_down(
     """
     d_product = torch.zeros_like(product)
     for tile, q_right, k_left in level.squares:
-        left, d_left = level.left(tile, product), level.left(tile, d_product)
+        left, right = level.left(tile, product), level.right(tile, product)
+        d_left, d_right = level.left(tile, d_product), level.right(tile, d_product)
         moved = tile.rows_of(dq).flatten(2, 3)
         d_left += moved.mT @ q_right.flatten(2, 3)
         tile.rows_of(dq).copy_((moved @ left).view(q_right.shape))
-        if tile.span == 2 * level.half:
-            right, d_right = level.right(tile, product), level.right(tile, d_product)
-            moved = tile.keys_of(dk)
-            d_right += k_left.mT @ moved
-            moved.copy_(moved @ right.mT)
-            if d_next is not None:
-                d_left += d_next @ right.mT
-                d_right += left.mT @ d_next
+        moved = tile.keys_of(dk)
+        d_right += k_left.mT @ moved
+        moved.copy_(moved @ right.mT)
+        if d_next is not None:
+            i = tile.first // (2 * level.half)
+            d_joined = d_next[:, i : i + tile.count]
+            d_left += d_joined @ right.mT
+            d_right += left.mT @ d_joined
+    if product.shape[1] % 2 and d_next is not None:
+        d_product[:, -1:] += d_next[:, -1:]
     return d_product
 
 
-class _Slice(NamedTuple):
-    """Some heads of a call, padded to whole chunks, in compute precision; q carries the scale."""
+class Slice(NamedTuple):
+    """Some heads of a call, padded to whole chunks, in compute precision."""
 
     heads: slice  # of the B * H folded ones
     q: Tensor  # [Z, T, R, D]
@@ -218,11 +228,17 @@ class _Slice(NamedTuple):
     reflections: tuple[Tensor, Tensor] | None  # w [Z, T, D] and beta [Z, T]
     bias: Bias
     chunk: int
+    scale: float
 
     def take(self, x: Tensor, pad_value: float = 0.0) -> Tensor:
         """The slice's part of a folded tensor [B * H, T, ...], padded, in compute precision."""
         padding = self.q.shape[1] - x.shape[1]
         return _pad(x[self.heads].to(self.q.dtype), padding, pad_value)
+
+    def gradient(self, d_out: Tensor, out: Tensor, lse: Tensor) -> SoftmaxGradient:
+        """Of folded tensors. exp(S - inf) = 0: padded rows take no part, whatever their logits."""
+        lse = self.take(lse, float("inf"))
+        return SoftmaxGradient(self.take(d_out), self.take(out), lse, self.v, self.bias)
 
     def own_tile(self) -> Tile:
         """The triangles of all chunks."""
@@ -244,9 +260,9 @@ class _Slice(NamedTuple):
         """Chunks, logits of the own triangles, and the q, k, product that the sweep starts from."""
         if self.reflections is None:
             q, k = (x.unflatten(1, (-1, self.chunk)) for x in (self.q, self.k))
-            return None, q.flatten(2, 3) @ k.mT, self.q, self.k, None
+            return None, q.flatten(2, 3) @ k.mT * self.scale, self.q, self.k, None
         chunks = chunk_transform(*self.chunked())
-        rounded = (chunks.logits, chunks.q_start, chunks.k_end, chunks.product)
+        rounded = (chunks.logits * self.scale, chunks.q_start, chunks.k_end, chunks.product)
         logits, q, k, product = (x.to(self.q.dtype) for x in rounded)
         return chunks, logits, q.view(self.q.shape), k.view(self.k.shape), product
 
@@ -257,7 +273,7 @@ class _Slice(NamedTuple):
             for tile, pairs, rows in square.tile.split(width):
                 if not self.bias.empties(tile):
                     q, k = square.q[:, pairs, rows], square.k[:, pairs]
-                    logits = (q.flatten(2, 3) @ k.mT).view(*q.shape[:4], k.shape[2])
+                    logits = ((q * self.scale).flatten(2, 3) @ k.mT).view(*q.shape[:4], k.shape[2])
                     yield tile, square, pairs, rows, self.bias.add_(logits, tile)
 
 
@@ -275,19 +291,27 @@ def attention_forward(
     """Arguments as path_attention. Returns out [B, T, HQ, DV] in q's dtype and lse [B, HQ, T]."""
     B, T, H = k.shape[:3]
     results = []
-    for part in _slices(q, k, v, w, beta, log_gate, document_start, scale):
-        own = part.own_tile()
-        softmax = OnlineSoftmax(part.q, part.v)
-        _, logits, q_start, k_end, product = part.start()
-        logits = logits.unflatten(2, (part.chunk, -1))
-        softmax.add(part.bias.add_(logits, own), part.v, own)
-        for level in sweep(q_start, k_end, product, part.chunk):
-            for tile, _, _, _, logits in part.tiles_of(level):
-                softmax.add(logits, part.v, tile)
-        out, lse = softmax.finish()
+    for part in slices(q, k, v, w, beta, log_gate, document_start, scale):
+        out, lse, *_ = slice_forward(part)
         results.append((out[:, :T].to(q.dtype), lse[:, :T]))
     out, lse = (torch.cat(x) for x in zip(*results, strict=True))
-    return _unfold(out, B), _unfold(lse, B).mT.contiguous()
+    return unfold(out, B), unfold(lse, B).mT.contiguous()
+
+
+def slice_forward(
+    part: Slice, whole: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """out [Z, T, R, DV], lse [Z, T, R], and q, k and the last product where the sweep left them."""
+    own = part.own_tile()
+    softmax = OnlineSoftmax(part.q, part.v)
+    _, logits, q, k, product = part.start()
+    logits = logits.unflatten(2, (part.chunk, -1))
+    softmax.add(part.bias.add_(logits, own), part.v, own)
+    for level in sweep(q, k, product, part.chunk, whole):
+        product = level.product
+        for tile, _, _, _, logits in part.tiles_of(level):
+            softmax.add(logits, part.v, tile)
+    return *softmax.finish(), q, k, product
 
 
 @torch.no_grad()
@@ -307,29 +331,34 @@ def attention_backward(
     """Gradients of q, k, v, w, beta, log_gate, each in its input's dtype (None for None)."""
     B, T, H = k.shape[:3]
     inputs = (q, k, v, w, beta, log_gate)
-    d_out, out, lse = (_fold(x, H) for x in (d_out, out, lse.mT))
+    d_out, out, lse = (fold(x, H) for x in (d_out, out, lse.mT))
     results = []
-    for part in _slices(*inputs, document_start, scale):
-        # exp(S - inf) = 0: padded rows take no part, whatever their logits are.
-        softmax = SoftmaxGradient(
-            part.take(d_out), part.take(out), part.take(lse, float("inf")), part.v, part.bias
-        )
-        pairs = zip(_slice_backward(part, softmax, scale), inputs, strict=True)
+    for part in slices(*inputs, document_start, scale):
+        pairs = zip(slice_backward(part, part.gradient(d_out, out, lse)), inputs, strict=True)
         results.append([None if g is None or x is None else g[:, :T].to(x.dtype) for g, x in pairs])
     return tuple(
-        None if x[0] is None else _unfold(torch.cat(x), B) for x in zip(*results, strict=True)
+        None if x[0] is None else unfold(torch.cat(x), B) for x in zip(*results, strict=True)
     )
 
 
-def _slice_backward(
-    part: _Slice, softmax: SoftmaxGradient, scale: float
+def slice_backward(
+    part: Slice,
+    softmax: SoftmaxGradient,
+    arriving: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of one slice: dq [Z, T, R, D]; dk, dw [Z, T, 1, D]; dbeta [Z, T, 1]; ..."""
+    """Gradients of one slice: dq [Z, T, R, D]; dk, dw [Z, T, 1, D]; dbeta [Z, T, 1]; ...
+
+    arriving: gradients of q [Z, T, R, D], k [Z, T, D] and product [Z, 1, D, D] in the frame of the
+    whole block. The first two are overwritten.
+    """
     C, own = part.chunk, part.own_tile()
     chunks, own_logits, q_start, k_end, product = part.start()
-    levels = list(sweep(q_start, k_end, product, C))
-    dq, dk = torch.zeros_like(part.q), torch.zeros_like(part.k)
-    d_product = None
+    levels = list(sweep(q_start, k_end, product, C, arriving is not None))
+    if arriving is None:
+        dq, dk, d_product = torch.zeros_like(part.q), torch.zeros_like(part.k), None
+    else:
+        dq, dk, d_product = arriving
+        levels.pop()
     while levels:
         level = levels.pop()
         if level.product is not None:
@@ -337,12 +366,12 @@ def _slice_backward(
         for tile, square, pairs, rows, logits in part.tiles_of(level):
             ds = softmax.add(logits, tile)
             dq_tile = tile.rows_of(dq)
-            dq_tile += (ds @ square.k[:, pairs]).view(dq_tile.shape)
-            dk_tile = tile.keys_of(dk)
-            dk_tile += ds.mT @ square.q[:, pairs, rows].flatten(2, 3)
+            dq_tile.add_((ds @ square.k[:, pairs]).view(dq_tile.shape), alpha=part.scale)
+            q = square.q[:, pairs, rows].flatten(2, 3)
+            tile.keys_of(dk).add_(ds.mT @ q, alpha=part.scale)
 
     logits = own_logits.unflatten(2, (C, -1))
-    ds = softmax.add(part.bias.add_(logits, own), own)
+    ds = softmax.add(part.bias.add_(logits, own), own).mul_(part.scale)
     dq_own, dk_own = (x.unflatten(1, (-1, C)) for x in (dq, dk))
     if chunks is None:
         q, k = (x.unflatten(1, (-1, C)) for x in (part.q, part.k))
@@ -358,11 +387,10 @@ def _slice_backward(
         )
         dq, dk = dq.view(part.q.shape), dk.view(part.k.shape)
         dw, d_beta = dw.view(part.k.shape).unsqueeze(2), d_beta.flatten(1, 2).unsqueeze(2)
-    dq = dq * scale
     return dq, dk.unsqueeze(2), softmax.dv.unsqueeze(2), dw, d_beta, softmax.d_log_gate()
 
 
-def _slices(
+def slices(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -371,7 +399,7 @@ def _slices(
     log_gate: Tensor | None,
     document_start: Tensor | None,
     scale: float,
-) -> Iterator[_Slice]:
+) -> Iterator[Slice]:
     """The call's heads in slices of about SLICE_ELEMENTS logits of chunks, in compute precision."""
     T, H = k.shape[1:3]
     padding = -T % CHUNK
@@ -383,9 +411,9 @@ def _slices(
             earliest = document_start.amin(0).tolist() + [0] * padding
         start = document_start.repeat_interleave(H, 0)
     if log_gate is not None:
-        gate = _pad(_fold(log_gate, H).double(), padding).cumsum(1)
-    q, k, v = _fold(q, H), _fold(k, H).squeeze(2), _fold(v, H).squeeze(2)
-    w, beta = (None if x is None else _fold(x, H).squeeze(2) for x in (w, beta))
+        gate = _pad(fold(log_gate, H).double(), padding).cumsum(1)
+    q, k, v = fold(q, H), fold(k, H).squeeze(2), fold(v, H).squeeze(2)
+    w, beta = (None if x is None else fold(x, H).squeeze(2) for x in (w, beta))
 
     def take(x: Tensor, at: slice) -> Tensor:
         return _pad(x[at].to(dtype), padding)
@@ -393,9 +421,9 @@ def _slices(
     step = max(1, SLICE_ELEMENTS // (q.shape[2] * (T + padding) * CHUNK))
     for z in range(0, q.shape[0], step):
         at = slice(z, z + step)
-        yield _Slice(
+        yield Slice(
             heads=at,
-            q=take(q, at) * scale,
+            q=take(q, at),
             k=take(k, at),
             v=take(v, at),
             reflections=None if w is None or beta is None else (take(w, at), take(beta, at)),
@@ -405,16 +433,17 @@ def _slices(
                 earliest=earliest,
             ),
             chunk=CHUNK,
+            scale=scale,
         )
 
 
-def _fold(x: Tensor, heads: int) -> Tensor:
+def fold(x: Tensor, heads: int) -> Tensor:
     """[B, T, H * R, ...] -> [B * H, T, R, ...]."""
     return x.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1)
 
 
-def _unfold(x: Tensor, batch: int) -> Tensor:
-    """The inverse of _fold, contiguous."""
+def unfold(x: Tensor, batch: int) -> Tensor:
+    """The inverse of fold, contiguous."""
     return x.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3).contiguous()
 
 

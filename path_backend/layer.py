@@ -1,4 +1,4 @@
-"""The attention layer of PaTH, PaTH-FoX and FoX, for any host model (torch only).
+"""The attention layer of PaTH, PaTH-FoX, FoX and two baselines, for any host model (torch only).
 
     w    = l2norm(silu(conv(W_up W_down x)))    one unit vector per token and key/value head
     beta = 2 sigmoid(W_beta x + b_beta)         one scalar per token and key/value head
@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from path_backend.attention import path_attention
 from path_backend.beta import BETA_MAX, beta_from_logits
+from path_backend.stick_breaking import stick_breaking_attention
 
 W_NORM_EPS = 1e-6  # added to |w|^2, as the public code does
 INIT_STD = 0.02
 
 
 class PathAttention(nn.Module):
-    """Attention over projections of a host model: PaTH, PaTH-FoX or FoX.
+    """Attention over projections of a host model: PaTH, PaTH-FoX, FoX, NoPE or stick-breaking.
 
     `wq`, `wk`, `wv`, `wo` are linear layers to HQ*D, H*D, H*D features and back to those of x;
     `q_norm` and `k_norm`, if the host has them, act on [B, T, heads, D] before the reflections.
@@ -34,13 +35,15 @@ class PathAttention(nn.Module):
     Args:
         reflections: multiply the reflections H_s = I - beta_s w_s w_s^T between query and key.
         forget_gate: add the sum of log forget gates between them to the logit.
+        stick_breaking: stick-breaking attention instead of a softmax; takes neither of the two.
         w_rank: rank of the projection to w; 0 is full rank.
         conv_width: tokens that the causal convolution on w sees, the current one included.
         beta_max, gate_scale, implementation: as in `beta_from_logits` and `path_attention`.
         watch: keep statistics of the last training forward in `path.stats`.
 
-    `reflections` without `forget_gate` is PaTH, both are PaTH-FoX, `forget_gate` alone is FoX.
-    Raises ValueError if neither is set, the head counts do not fit, or a number is out of range.
+    `reflections` without `forget_gate` is PaTH, both are PaTH-FoX, `forget_gate` alone is FoX, and
+    none of the three is NoPE: causal attention that knows no positions. Raises ValueError if they
+    or the head counts do not fit together, or a number is out of range.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class PathAttention(nn.Module):
         head_dim: int,
         reflections: bool = True,
         forget_gate: bool = False,
+        stick_breaking: bool = False,
         w_rank: int = 32,
         conv_width: int = 3,
         beta_max: float = BETA_MAX,
@@ -67,6 +71,11 @@ class PathAttention(nn.Module):
         self.q_norm, self.k_norm = q_norm, k_norm
         if not math.isfinite(gate_scale):
             raise ValueError(f"gate_scale must be finite, got {gate_scale}")
+        if stick_breaking and (reflections or forget_gate):
+            raise ValueError(
+                "stick_breaking takes neither reflections nor a forget gate, got "
+                f"reflections = {reflections}, forget_gate = {forget_gate}"
+            )
         self.head_dim = head_dim
         self.path = PathInputs(
             wq.in_features,
@@ -80,7 +89,9 @@ class PathAttention(nn.Module):
             beta_max=beta_max,
             watch=watch,
         )
-        self.inner_attention = PathOperator(gate_scale, implementation)
+        self.inner_attention: nn.Module = (
+            StickBreakingOperator() if stick_breaking else PathOperator(gate_scale, implementation)
+        )
 
     def init_weights(self, init_std: float = INIT_STD) -> None:
         """Draw every parameter: N(0, 0.02), `wo` N(0, init_std), biases 0."""
@@ -145,6 +156,23 @@ class PathOperator(nn.Module):
         )
 
 
+class StickBreakingOperator(nn.Module):
+    """`stick_breaking_attention` in the place of `PathOperator`; w, beta and log_gate are None."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        w: None,
+        beta: None,
+        log_gate: None,
+        document_start: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return stick_breaking_attention(q, k, v, document_start=document_start)
+
+
 class PathInputs(nn.Module):
     """What the operator needs besides q, k, v: w, beta and log_gate of every token."""
 
@@ -165,8 +193,6 @@ class PathInputs(nn.Module):
         watch: bool = False,
     ):
         super().__init__()
-        if not (reflections or forget_gate):
-            raise ValueError("reflections and forget_gate are both False: expected at least one")
         if n_heads % n_kv_heads:
             raise ValueError(
                 f"query heads must be a multiple of key/value heads, got {n_heads} and {n_kv_heads}"

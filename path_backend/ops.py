@@ -2,6 +2,8 @@
 
     attention           q, k, v, w?, beta?, log_gate?, document_start? -> out, lse
     attention_backward  d_out, the same, out, lse -> dq, dk, dv, dw, dbeta, dlog_gate
+    context_parallel_attention, context_parallel_attention_backward
+                        the same for one rank's tokens; all ranks of the group must call
 
 Inputs, out and lse are all that lives between forward and backward; lse [B, HQ, T] is a natural
 logarithm and has no gradient. Gradients of absent inputs are empty. Kernels are imported when an op
@@ -13,13 +15,15 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from path_backend import dyadic
+from path_backend import blocks, dyadic, exchange, sharded, ulysses
+from path_backend.layout import Layout
 
 IMPLEMENTATIONS = ("auto", "torch", "triton")
 
@@ -36,6 +40,17 @@ _library.define(
     f"attention_backward(Tensor d_out, {_inputs}, "
     "Tensor out, Tensor lse, float scale, str implementation) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dw, Tensor dbeta, Tensor dlog_gate)",
+    tags=_tags,
+)
+_plan = (
+    "int[] starts, int length, str group_name, str rotate_method, float scale, str implementation"
+)
+_library.define(
+    f"context_parallel_attention({_inputs}, {_plan}) -> (Tensor out, Tensor lse)", tags=_tags
+)
+_library.define(
+    f"context_parallel_attention_backward(Tensor d_out, {_inputs}, Tensor out, Tensor lse, {_plan})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dw, Tensor dbeta, Tensor dlog_gate)",
     tags=_tags,
 )
 
@@ -56,12 +71,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     if document_start is not None and document_start.device.type == "cpu":
         check_document_start(document_start)
-    if log_gate is not None and log_gate.device.type == "cpu" and log_gate.isinf().any():
-        b, i, head = log_gate.isinf().nonzero()[0].tolist()
-        raise ValueError(
-            "log_gate must be finite (a closed gate is a large negative number), "
-            f"got log_gate[{b}, {i}, {head}] = {log_gate[b, i, head].item()}"
-        )
+    _check_gate(log_gate)
     inputs = (q, k, v, w, beta, log_gate, document_start)
     # Autocast would run the fp32 transform in bf16.
     with torch.autocast(q.device.type, enabled=False):
@@ -89,19 +99,101 @@ def _attention_backward(
     return tuple(q.new_empty(0) if g is None else g for g in grads)
 
 
+def _context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: _Optional,
+    beta: _Optional,
+    log_gate: _Optional,
+    document_start: _Optional,
+    starts: list[int],
+    length: int,
+    group_name: str,
+    rotate_method: str,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    inputs = sharded.Inputs(q, k, v, w, beta, log_gate, document_start)
+    transport = exchange.GroupTransport(group_name)
+    call = sharded.describe(inputs, starts, length, rotate_method, scale)
+    transport.agree(call, q.device)
+    plan = _make_plan(inputs, transport, starts, length, rotate_method, scale, implementation)
+    if document_start is not None and document_start.device.type == "cpu":
+        own = plan.layout.starts[transport.rank]
+        for piece, first in zip(document_start.split(length, 1), own, strict=True):
+            check_document_start(piece, first)
+    _check_gate(log_gate)
+    with torch.autocast(q.device.type, enabled=False):
+        return _algorithm(rotate_method).forward(inputs, plan)
+
+
+def _context_parallel_attention_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: _Optional,
+    beta: _Optional,
+    log_gate: _Optional,
+    document_start: _Optional,
+    out: Tensor,
+    lse: Tensor,
+    starts: list[int],
+    length: int,
+    group_name: str,
+    rotate_method: str,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, ...]:
+    inputs = sharded.Inputs(q, k, v, w, beta, log_gate, document_start)
+    transport = exchange.GroupTransport(group_name)
+    plan = _make_plan(inputs, transport, starts, length, rotate_method, scale, implementation)
+    with torch.autocast(q.device.type, enabled=False):
+        grads = _algorithm(rotate_method).backward(d_out, inputs, out, lse, plan)
+    return tuple(q.new_empty(0) if g is None else g for g in grads)
+
+
+def _make_plan(
+    inputs: sharded.Inputs,
+    transport: exchange.Transport,
+    starts: list[int],
+    length: int,
+    rotate_method: str,
+    scale: float,
+    implementation: str,
+) -> sharded.Plan:
+    layout = Layout.from_flat(tuple(starts), length, transport.ranks)
+    if inputs.q.shape[1] != layout.tokens:
+        raise ValueError(
+            f"q must have the {layout.tokens} tokens that the layout gives each rank, "
+            f"got {inputs.q.shape[1]}"
+        )
+    torch_form = dyadic if rotate_method == "ulysses" else blocks
+    backend = _backend(inputs.q.device, implementation, inputs, torch_form)
+    return sharded.Plan(layout, transport, rotate_method, scale, backend)
+
+
+def _algorithm(rotate_method: str) -> ModuleType:
+    return ulysses if rotate_method == "ulysses" else sharded
+
+
 def _backend(
-    device: torch.device, implementation: str, inputs: tuple[_Optional, ...]
+    device: torch.device,
+    implementation: str,
+    inputs: tuple[_Optional, ...],
+    torch_form: ModuleType = dyadic,
 ) -> ModuleType:
-    """The module that computes this case: path_backend.dyadic or path_backend.kernels.launch."""
+    """The module that computes this case: torch_form or path_backend.kernels.launch."""
     if implementation == "torch" or (implementation == "auto" and device.type != "cuda"):
-        return dyadic
+        return torch_form
     reason = _why_not_kernels(device, inputs)
     if reason is None:
         return _load_launch()
     if implementation == "triton":
         raise NotImplementedError(f"implementation='triton' does not cover this call: {reason}")
     _announce(reason)
-    return dyadic
+    return torch_form
 
 
 def _why_not_kernels(device: torch.device, inputs: tuple[_Optional, ...]) -> str | None:
@@ -130,9 +222,21 @@ def _announce(reason: str) -> None:
     warnings.warn(f"path_attention runs in plain torch, not on kernels: {reason}", stacklevel=3)
 
 
-def check_document_start(document_start: Tensor) -> None:
-    """Raises ValueError at the first position whose document start is impossible. Reads values."""
-    position = torch.arange(document_start.shape[1], device=document_start.device)
+def _check_gate(log_gate: _Optional) -> None:
+    if log_gate is not None and log_gate.device.type == "cpu" and log_gate.isinf().any():
+        b, i, head = log_gate.isinf().nonzero()[0].tolist()
+        raise ValueError(
+            "log_gate must be finite (a closed gate is a large negative number), "
+            f"got log_gate[{b}, {i}, {head}] = {log_gate[b, i, head].item()}"
+        )
+
+
+def check_document_start(document_start: Tensor, first: int = 0) -> None:
+    """Raises ValueError at the first position whose document start is impossible. Reads values.
+
+    first: the token at which document_start begins.
+    """
+    position = torch.arange(document_start.shape[1], device=document_start.device) + first
     previous = document_start.roll(1, 1)
     previous[:, 0] = 0
     wrong = (document_start < previous) | (document_start > position)
@@ -140,7 +244,7 @@ def check_document_start(document_start: Tensor) -> None:
         b, i = wrong.nonzero()[0].tolist()
         raise ValueError(
             "document_start must be non-decreasing with 0 <= document_start[b, i] <= i, "
-            f"got document_start[{b}, {i}] = {document_start[b, i].item()}"
+            f"got document_start[{b}, {first + i}] = {document_start[b, i].item()}"
             + (f" after {previous[b, i].item()}" if i else "")
         )
 
@@ -167,23 +271,26 @@ def _attention_backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.implementation = inputs
+    tensors, ctx.options = inputs[:7], inputs[7:]
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out, lse)
 
 
-def _differentiate(ctx: Any, d_out: _Optional, d_lse: None) -> tuple[_Optional, ...]:
-    grads: list[_Optional] = [None] * 9
-    if d_out is not None:
-        computed = torch.ops.path_backend.attention_backward(
-            d_out, *ctx.saved_tensors, ctx.scale, ctx.implementation
-        )
-        for i, grad in enumerate(computed):
-            if ctx.needs_input_grad[i]:
-                grads[i] = grad
-    return tuple(grads)
+def _differentiate(name: str) -> Callable[..., tuple[_Optional, ...]]:
+    """The derivative of op `name`."""
+
+    def differentiate(ctx: Any, d_out: _Optional, d_lse: None) -> tuple[_Optional, ...]:
+        grads: list[_Optional] = [None] * (7 + len(ctx.options))
+        if d_out is not None:
+            backward = getattr(torch.ops.path_backend, f"{name}_backward")
+            for i, grad in enumerate(backward(d_out, *ctx.saved_tensors, *ctx.options)):
+                if ctx.needs_input_grad[i]:
+                    grads[i] = grad
+        return tuple(grads)
+
+    return differentiate
 
 
 def _refuse(ctx: Any, *grads: _Optional) -> None:
@@ -191,13 +298,21 @@ def _refuse(ctx: Any, *grads: _Optional) -> None:
     raise RuntimeError("path_attention has no second derivative")
 
 
-_library.impl("attention", _attention, "CompositeExplicitAutograd")
-_library.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("path_backend::attention", _attention_fake, lib=_library)
-torch.library.register_fake(
-    "path_backend::attention_backward", _attention_backward_fake, lib=_library
+def _register(name: str, forward: Callable, backward: Callable) -> None:
+    """The op `name`, its backward, their fakes and derivatives."""
+    for op, kernel, fake, derivative in (
+        (name, forward, _attention_fake, _differentiate(name)),
+        (f"{name}_backward", backward, _attention_backward_fake, _refuse),
+    ):
+        setup = _save if kernel is forward else None
+        _library.impl(op, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"path_backend::{op}", fake, lib=_library)
+        torch.library.register_autograd(
+            f"path_backend::{op}", derivative, setup_context=setup, lib=_library
+        )
+
+
+_register("attention", _attention, _attention_backward)
+_register(
+    "context_parallel_attention", _context_parallel_attention, _context_parallel_attention_backward
 )
-torch.library.register_autograd(
-    "path_backend::attention", _differentiate, setup_context=_save, lib=_library
-)
-torch.library.register_autograd("path_backend::attention_backward", _refuse, lib=_library)

@@ -16,3 +16,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def uninitialized_memory_is_nan():
+    """An element that no kernel writes, or that is read before, spoils the result."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1, device="cuda" if torch.cuda.is_available() else "cpu").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from path_backend import benchmark, peers
+from path_backend import benchmark, benchmark_context_parallel, peers
 
 TINY = "--lengths 70 130 --widths 16 --heads 2/1 --tokens 130 --rep 1".split()
 
@@ -167,3 +167,24 @@ def test_every_table_on_a_gpu(capsys):
         assert table
         for row in table:
             assert not row["note"], row
+
+
+def test_exposed_communication():
+    """Overlapping kernels counted twice, or a gap between them counted as work."""
+    covered = benchmark_context_parallel.covered
+    assert covered([]) == 0
+    assert covered([(0.0, 4.0), (1.0, 2.0), (3.0, 6.0), (8.0, 9.0)]) == 7.0
+    kernels, collectives = [(0.0, 5.0)], [(4.0, 7.0), (9.0, 10.0)]
+    assert covered(kernels + collectives) - covered(kernels) == 3.0
+
+
+def test_context_parallel_rows(capsys):
+    """A column that does not fit the header, an efficiency of the wrong ranks."""
+    shape = benchmark.Shape(1, 65536, 32, 8, 128)
+    benchmark_context_parallel.print_row(
+        shape, "path", [100.0, 400.0], "ring", 2, [60.0, 200.0], [1.0, 3.0], 2.5
+    )
+    header = benchmark_context_parallel.HEADER.split(",")
+    row = dict(zip(header, capsys.readouterr().out.strip().split(","), strict=True))
+    assert row["speedup"] == "2.000" and row["efficiency"] == "1.000"
+    assert row["method"] == "ring" and row["both_ms"] == "200.000" and row["peak_gib"] == "2.500"

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +20,7 @@ from torchtitan.protocols import train_spec as registry
 from torchtitan.tools import utils
 
 from path_backend.integration import cpu, job_config, train_spec
+from path_backend.integration.dataset import TOKENIZER_DIR
 from path_backend.integration.flops import transform_flops_per_token
 from path_backend.integration.model import ATTENTIONS
 
@@ -58,9 +60,12 @@ def configured_args(job, flavor="debugmodel"):
 def test_configs_parse(config):
     """A shipped file with a key or a value that torchtitan or this package does not take."""
     job = parse(config=config)
-    assert config.stem.endswith(job.model.attention)
-    assert config.stem.startswith(job.model.name)
-    args = configured_args(job, job.model.flavor)
+    if config.stem.startswith(job.model.name):
+        assert config.stem.endswith(f"_{job.model.attention}")
+    else:  # of an experiment, which overrides it
+        assert job.model.attention == "path"
+    args = copy.deepcopy(registry.get_train_spec(job.model.name).model_args[job.model.flavor])
+    args.update_from_config(job)
     json.dumps(asdict(args))  # the trainer logs them so
 
 
@@ -74,6 +79,39 @@ def test_debug_configs_differ_by_few_lines():
             assert len(changed) <= 5, config
 
 
+@pytest.mark.parametrize("attention", ["path", "path_fox"])
+def test_760m_is_the_setting_of_the_paper(attention):
+    """A batch, schedule or size that is not the one whose results are compared."""
+    job = parse(config=ROOT / "configs" / f"llama3_760m_{attention}.toml")
+    step = job.training.global_batch_size * job.training.seq_len
+    assert step == pytest.approx(2e6, rel=0.05) and job.training.seq_len == 4096
+    assert step * job.training.steps == pytest.approx(50e9, rel=1e-3)
+    assert step * job.lr_scheduler.warmup_steps == pytest.approx(1e9, rel=2e-3)
+    assert job.optimizer.lr * job.lr_scheduler.min_lr_factor == pytest.approx(3e-5)
+    spec = registry.get_train_spec("llama3")
+    args = copy.deepcopy(spec.model_args["760M"])
+    args.update_from_config(job)
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    assert 740e6 < sum(p.numel() for p in model.parameters()) < 800e6
+
+
+@pytest.mark.parametrize("path", ["hf://owner/name", "integration/assets/tokenizer"])
+def test_tokenizer_of_the_hub(monkeypatch, path):
+    """Weights downloaded with the tokenizer, or a folder looked for in the Hub."""
+    calls = []
+
+    def download(name, allow_patterns):
+        calls.append((name, allow_patterns))
+        return str(TOKENIZER_DIR)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    job = parse(f"--model.hf_assets_path={path}")
+    tokenizer = registry.get_train_spec("llama3").build_tokenizer_fn(job)
+    assert tokenizer.get_vocab_size() == 2048
+    assert calls == ([("owner/name", ["tokenizer*"])] if "hf:" in path else [])
+
+
 def test_command_line_wins():
     """Flags that argue with the file in vain."""
     job = parse("--model.attention=path_fox", "--model.path.w_rank=0", "--model.path.document_mask")
@@ -84,7 +122,7 @@ def test_command_line_wins():
 
 def test_every_key_has_a_docstring():
     """A key that nobody explained."""
-    for table in (job_config.Path, job_config.Model):
+    for table in (*job_config._TABLES, job_config.Model):
         body = ast.parse(inspect.getsource(table)).body[0].body
         for statement, following in zip(body, [*body[1:], None], strict=True):
             if isinstance(statement, ast.AnnAssign):
@@ -150,7 +188,7 @@ def test_wrong_attention(tmp_path):
     """An unknown attention trained as another one: TOML values pass torchtitan unchecked."""
     with pytest.raises((ValueError, SystemExit)) as error:
         configured_args(parse_toml(tmp_path, 'attention = "pth"'))
-    assert "default, path, path_fox, fox, got 'pth'" in str(error.value)
+    assert "default, path, path_fox, fox, nope, stick_breaking, got 'pth'" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,15 @@ def test_tokenizer_compresses_code(tokenizer):
     """Catches an asset whose merges were lost: it would still load, at one byte per token."""
     text = stdlib_part(held_out=True)[0]["text"]
     assert len(text.encode()) > 2.5 * len(tokenizer.encode(text))
+
+
+def test_fineweb_edu_is_streamed_when_it_is_loaded(monkeypatch):
+    """Another sample or split than the paper's text, or the Hub asked before a job needs it."""
+    calls = []
+    monkeypatch.setattr(dataset, "load_dataset", lambda *a, **k: calls.append((a, k)))
+    config = text_datasets.DATASETS["fineweb_edu"]
+    assert not calls
+    config.loader(config.path)
+    expected = {"name": "sample-100BT", "split": "train", "streaming": True}
+    assert calls == [(("HuggingFaceFW/fineweb-edu",), expected)]
+    assert config.sample_processor({"text": "words"}) == "words"

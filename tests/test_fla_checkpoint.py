@@ -3,19 +3,22 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import parity_data  # noqa: F401 (adds the flavor)
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torchtitan.models.llama3 import llama3_args
 from torchtitan.protocols.train_spec import get_train_spec
 from trainer import ROOT, TESTS, TINY
 
 from path_backend.integration import fla_checkpoint
 from path_backend.reference import path_attention_reference
 
-LAYERS = 4
+# Heads of 64 for the library's kernels.
+llama3_args["fla"] = replace(llama3_args["parity"], dim=256, n_layers=2)
 JOB = (
     f"--job.config_file={TINY}",
     *("--experimental.custom_import=parity_data", "--model.flavor=parity"),
@@ -31,14 +34,14 @@ def load_folder(folder):
     return tensors
 
 
-def make_model(args, folder):
+def make_model(args, folder, std=0.3):
     """A model with random parameters, and its export in Hugging Face's layout in two files."""
     spec = get_train_spec("llama3")
     torch.manual_seed(0)
     model = spec.model_cls(args).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(std=0.3).add_(float(parameter.ndim == 1))
+            parameter.normal_(std=std).add_(float(parameter.ndim == 1))
     tensors = spec.state_dict_adapter(args, None).to_hf(model.state_dict())
     folder.mkdir()
     for file, odd in (("a.safetensors", False), ("b.safetensors", True)):
@@ -104,6 +107,35 @@ def test_layout(tmp_path, overrides):
     assert all(torch.equal(after[name], value) for name, value in before.items())
     index = json.loads((tmp_path / "fla" / fla_checkpoint.INDEX).read_text())["weight_map"]
     assert index.keys() == load_folder(tmp_path / "fla").keys()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("--model.attention=path",),
+        ("--model.attention=path", "--model.path.w_rank=0"),
+        ("--model.attention=path_fox", "--model.path.gate_scale=0.125"),
+    ],
+    ids=["low rank", "full rank", "gate"],
+)
+def test_logits_of_the_library(tmp_path, overrides):
+    """A layout that this file misread twice: here the library itself loads and runs the folder."""
+    library = pytest.importorskip("fla.models.path_attn")
+    args = fla_checkpoint.job_args([*JOB, "--model.flavor=fla", *overrides])
+    model = make_model(args, tmp_path / "hf", std=0.05)
+    fla_checkpoint.export_folder(args, tmp_path / "hf", tmp_path / "fla")
+    loaded, report = library.PaTHAttentionForCausalLM.from_pretrained(
+        tmp_path / "fla", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.randint(0, args.vocab_size, (2, 384), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(tokens)
+        logits = loaded.cuda().eval()(tokens.cuda(), use_cache=False).logits
+        rounded = model.cuda().bfloat16()(tokens.cuda())
+    error, own = ((x.cpu() - expected).norm() / expected.norm() for x in (logits, rounded))
+    assert error < 2 * own + 1e-3, (error, own)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from kernel_checks import BF16, DEVICE, LAYOUTS, LIMITS, assert_same_bits, assert_within_limits
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from path_backend import ops, path_attention
@@ -19,18 +20,10 @@ from path_backend.testing import assert_exact, make_inputs, relative_error, run
 triton = pytest.importorskip("triton")
 from path_backend.kernels import config, launch  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.filterwarnings("ignore:.*eterministic.*:UserWarning")
-
-# Largest error relative to fp64, in the 2-norm: out; dq, dk, dv; dw, dbeta, dlog_gate.
-LIMITS = {
-    torch.bfloat16: (3e-3, 6e-3, 1e-2),
-    # One fp16 rounding of q, k and the weights; gradients in fp32 storage and tf32 products.
-    torch.float16: (1e-3, 2e-3, 5e-3),
-    # On the card products are tf32, and bf16 in three terms; in the interpreter they are fp32.
-    torch.float32: (1e-3, 2e-3, 5e-3) if DEVICE == "cuda" else (1e-6, 2e-6, 5e-6),
-}
-COLUMN = {"out": 0, "dw": 2, "dbeta": 2, "dlog_gate": 2}
+pytestmark = [
+    pytest.mark.usefixtures("uninitialized_memory_is_nan"),
+    pytest.mark.filterwarnings("ignore:.*eterministic.*:UserWarning"),
+]
 
 KINDS = {
     "path": dict(HQ=1, H=1),
@@ -38,19 +31,8 @@ KINDS = {
     "fox": dict(w=None, gate=True, documents=True),
     "nope": dict(w=None),
 }
-BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
-
 kernels = partial(path_attention, implementation="triton")
 torch_form = partial(path_attention, implementation="torch")
-
-
-@pytest.fixture(autouse=True)
-def uninitialized_memory_is_nan():
-    """An element that no kernel writes, or that is read before, spoils the result."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1, device=DEVICE).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def small(T, dtype=torch.float32, **case):
@@ -64,14 +46,6 @@ def gradient_of_out(inputs, factor=1.0):
     return (torch.randn(shape, generator=generator) * factor).to(inputs.q)
 
 
-def assert_within_limits(actual, exact, dtype, slack=1):
-    assert actual.keys() == exact.keys()
-    errors = {name: relative_error(actual[name], want) for name, want in exact.items()}
-    for name, error in errors.items():
-        limit = LIMITS[dtype][COLUMN.get(name, 1)] * slack
-        assert error <= limit, f"{name}: error {error:.1e}, limit {limit:.0e}; all: {errors}"
-
-
 def check(
     inputs, reference=path_attention_reference, *, d_out=None, factor=1.0, slack=1, **options
 ):
@@ -79,11 +53,6 @@ def check(
     d_out = gradient_of_out(inputs, factor) if d_out is None else d_out
     exact = run(reference, inputs.leaves(torch.float64), d_out, **options)
     assert_within_limits(run(kernels, inputs, d_out, **options), exact, inputs.q.dtype, slack)
-
-
-def assert_same_bits(actual, expected):
-    for name, want in expected.items():
-        assert torch.equal(actual[name], want), name
 
 
 def starts(T, *begins):
@@ -183,22 +152,6 @@ def test_edges_of_beta(beta, w):
 def test_half_precision(kind, dtype):
     """Catches a rounding of a sum, and what only the tiles of 16-bit inputs get wrong."""
     check(small(330, dtype, D=32, **KINDS[kind]))
-
-
-def surrounded(x):
-    """The numbers of x inside a tensor of NaN, on all sides."""
-    margins = (1, 70, 1, 8)[: x.ndim]
-    wide = x.new_full([n + 2 * m for n, m in zip(x.shape, margins, strict=True)], float("nan"))
-    inner = wide[tuple(slice(m, -m) for m in margins)]
-    return inner.copy_(x)
-
-
-LAYOUTS = {
-    "surrounded by NaN": surrounded,
-    "heads before tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "last dimension strided": lambda x: x.mT.contiguous().mT,
-    "batch innermost": lambda x: x.permute(1, 2, *range(3, x.ndim), 0).contiguous().movedim(-1, 0),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

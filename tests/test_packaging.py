@@ -62,9 +62,8 @@ def test_wheel_holds_every_module_once_and_the_tokenizer(checkout, wheel):
     """Catches a missing package or asset, and a second copy under the bare name of a folder."""
     expected = {"path_backend/integration/assets/tokenizer/tokenizer.json"}
     expected.add("path_backend/integration/assets/tokenizer/tokenizer_config.json")
-    expected.update(
-        f"path_backend/{path.name}" for path in (checkout / "path_backend").glob("*.py")
-    )
+    for path in (checkout / "path_backend").rglob("*.py"):
+        expected.add(path.relative_to(checkout).as_posix())
     for folder in ("kernels", "integration"):
         names = (path.name for path in (checkout / folder).glob("*.py"))
         expected.update(f"path_backend/{folder}/{name}" for name in names)

@@ -171,6 +171,14 @@ def test_tied_embeddings(parity, tmp_path, layout, attention):
     assert_same_training(run, parity.one_rank(column), layout.budget)
 
 
+@pytest.mark.parametrize("attention", ["nope", "stick_breaking"])
+def test_baselines(parity, tmp_path, attention):
+    """Tensor parallelism of an attention without parameters of its own."""
+    column, layout = Column("llama3", attention), Layout("FSDP2 x TP2", shard=2, tensor=2)
+    run = parity.run(tmp_path, column, layout)
+    assert_same_training(run, parity.one_rank(column), layout.budget)
+
+
 @pytest.mark.parametrize("refusal, column", list(in_columns(REFUSALS)))
 def test_refusal(tmp_path, cell, refusal, column):
     """A job that cannot run failing somewhere inside, or without a word on what to change."""

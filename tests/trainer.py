@@ -4,8 +4,8 @@
     run.loss, run.grad_norm   # one value per step, fp32, from TensorBoard
 
 Each rank executes `torchtitan.train` as `__main__`, as torchrun makes it, in a process forked from
-a server that has torch and torchtitan imported, which saves seconds per run. Ranks meet in a file
-(gloo) or, on GPUs, at a free port (NCCL).
+a server that has torch and torchtitan imported, which saves seconds per run; CUDA does not survive
+a fork, so on GPUs each process is new. Ranks meet in a file (gloo) or at a free port (NCCL).
 """
 
 import contextlib
@@ -18,12 +18,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 TINY = TESTS / "tiny.toml"
 TIMEOUT = 240.0  # seconds, of one run
 
-_processes = multiprocessing.get_context("forkserver")
+_processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 # Nothing of path_backend.integration: a stock run must not meet it.
 _processes.set_forkserver_preload(
     [
@@ -103,7 +105,6 @@ def _rank_main(rank: int, ranks: int, port: int, logs: Path, arguments: list[str
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
     }
-    import torch
     import torch.distributed as dist
     import torchtitan.train  # noqa: F401
     from torchtitan.config import ConfigManager

@@ -1,0 +1,348 @@
+"""Train and evaluate the experiments of the README on the GPUs of this machine.
+
+    path-backend experiments                          what has no result yet, in order of importance
+    path-backend experiments 'flip_flop/*' --seconds 600 --list
+    path-backend experiments --run flip_flop/path_0   one job, in this process
+
+Each job is a run of torchtitan's trainer in a process of its own, then an evaluation of its
+checkpoint there, and leaves one JSON file in the results folder. Jobs with a result are skipped. A
+job that fails or takes too long leaves its reason in `<name>.failed.json`, and is tried again the
+next time. Further arguments override keys of every job's TOML file, as the trainer's do.
+
+Start it where `configs/` lies: TOML files name the tokenizer relative to it.
+"""
+
+import argparse
+import fnmatch
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path("configs")
+RESULTS = CONFIGS / "results"
+ATTENTIONS = ("path", "default", "fox", "path_fox", "stick_breaking", "nope")
+COMMON = ("--checkpoint.interval=1000000", "--training.gc_freq=1000", "--metrics.log_freq=200")
+SLOTS = 16  # of one GPU: small jobs wait for the CPU most of the time
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training with its evaluation. `name` is also the place of its result."""
+
+    name: str
+    config: str
+    attention: str
+    overrides: tuple[str, ...] = ()
+    slots: int = 1  # of the `SLOTS` of a GPU
+    seconds: float = 600  # limit of its own
+
+    def arguments(self, work: Path, extra: Sequence[str]) -> list[str]:
+        """What the trainer gets."""
+        return [
+            f"--job.config_file={CONFIGS / self.config}.toml",
+            f"--job.dump_folder={work / self.name}",
+            f"--model.attention={self.attention}",
+            *COMMON,
+            *self.overrides,
+            *extra,
+        ]
+
+
+def plan() -> list[Job]:
+    """Every job, the most important first."""
+    return [
+        *_flip_flop(),
+        *_a5_word_problem(32),  # teaches every shorter length too
+        *_length_extrapolation(),
+        *_mqrar(seed=0),
+        *_a5_word_problem(16),
+        *_a5_word_problem(8),
+        *_mqrar(seed=1),
+        *_mqrar(seed=2),
+    ]
+
+
+def _flip_flop(seeds: int = 3) -> Iterator[Job]:
+    for seed in range(seeds):
+        for attention in ATTENTIONS:
+            yield Job(f"flip_flop/{attention}_{seed}", "flip_flop", attention, _seeded(seed))
+
+
+def _a5_word_problem(length: int, depths: Sequence[int] = (1, 2, 3, 4)) -> Iterator[Job]:
+    for attention in ATTENTIONS:
+        for depth in depths:
+            yield Job(
+                f"a5_word_problem/{attention}_{depth}_layers_{length}_tokens",
+                "a5_word_problem",
+                attention,
+                (
+                    f"--model.flavor=task_{depth}x128",
+                    f"--training.seq_len={length}",
+                    f"--validation.seq_len={length}",
+                    *_seeded(0),
+                ),
+            )
+
+
+def _length_extrapolation() -> Iterator[Job]:
+    """On the sources of the installed packages: the standard library alone is read too often."""
+    packages = sysconfig.get_path("purelib")
+    if torch := importlib.util.find_spec("torch"):
+        packages = str(Path(torch.origin or "").parents[1])
+    folders = (f"--training.dataset_path={packages}", f"--validation.dataset_path={packages}")
+    for attention in ("path", "default", "fox", "path_fox", "nope"):
+        name = f"length_extrapolation/{attention}_0"
+        overrides = (*folders, "--debug.seed=0")
+        yield Job(name, "length_extrapolation", attention, overrides, slots=SLOTS)
+
+
+def _mqrar(seed: int) -> Iterator[Job]:
+    in_minutes = ("--training.mixed_precision_param=bfloat16", "--training.steps=3000")
+    for n_back in (1, 2, 3, 4):
+        for attention in ATTENTIONS:
+            yield Job(
+                f"mqrar/{attention}_{n_back}_back_{seed}",
+                "mqrar",
+                attention,
+                (f"--task.mqrar.n_back={n_back}", *in_minutes, *_seeded(seed)),
+                slots=2,
+            )
+
+
+def _seeded(seed: int) -> tuple[str, ...]:
+    return (f"--debug.seed={seed}", f"--task.seed={seed}")
+
+
+def run(job: Job, results: Path, work: Path, predictions: int, extra: Sequence[str]) -> None:
+    """Train, evaluate and write the result, in this process."""
+    from torchtitan.tools.logging import init_logger
+
+    from path_backend.integration import evaluate
+
+    init_logger()
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: any free one
+    folder = work / job.name
+    shutil.rmtree(folder, ignore_errors=True)  # the trainer would go on from there
+    arguments = job.arguments(work, extra)
+    config = evaluate.load_job(arguments)
+    started = time.monotonic()
+    _train(config)
+    seconds = time.monotonic() - started
+    result = evaluate.evaluate(
+        config,
+        evaluate.find_checkpoint(folder / config.checkpoint.folder, None),
+        predictions=predictions,
+        command=shlex.join(["path-backend", "experiments", "--run", job.name, *extra]),
+    )
+    curves = _curves(folder / config.metrics.save_tb_folder)
+    training = {"seconds": round(seconds, 1), "steps": config.training.steps, "curves": curves}
+    result |= {"experiment": job.name, "trainer": shlex.join(arguments), "training": training}
+    _write(results / f"{job.name}.json", result)
+    shutil.rmtree(folder)
+
+
+def _train(config) -> None:
+    import torch.distributed as dist
+    from torchtitan.train import Trainer
+
+    trainer = Trainer(config)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    dist.destroy_process_group()
+
+
+def _curves(folder: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard has of losses, validation errors and the layers' statistics, by step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves: dict[str, dict[int, float]] = {}
+    for path in sorted(folder.rglob("events.out.*")):
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+        for name in events.Tags()["scalars"]:
+            wanted = ("loss_metrics/global_avg_loss", "validation_metrics/loss", "grad_norm")
+            if name in (*wanted, "validation_metrics/error") or name.startswith("path/"):
+                curves[name] = {e.step: float(f"{e.value:.4g}") for e in events.Scalars(name)}
+    return curves
+
+
+@dataclass
+class _Running:
+    job: Job
+    gpu: int
+    process: subprocess.Popen
+    log: Path
+    deadline: float
+
+
+class Pool:
+    """Runs jobs in their order, each in a process, on GPUs with enough free slots."""
+
+    def __init__(
+        self,
+        gpus: Sequence[str],
+        slots: int,
+        results: Path,
+        work: Path,
+        arguments: Sequence[str],
+    ):
+        """`arguments` are for the process of each job."""
+        self.gpus, self.slots = gpus, slots
+        self.free = [slots] * len(gpus)
+        self.results, self.work, self.arguments = results, work, arguments
+        self.running: list[_Running] = []
+
+    def run(self, jobs: Sequence[Job], seconds: float) -> None:
+        """Until all are done, or `seconds` are over: then what still runs is killed."""
+        end = time.monotonic() + seconds
+        waiting = list(jobs)
+        try:
+            while (waiting or self.running) and time.monotonic() < end:
+                while waiting and max(self.free) >= self._slots(waiting[0]):
+                    self._start(waiting.pop(0), end)
+                self._collect()
+                time.sleep(0.1)
+        finally:
+            for running in self.running:
+                self._kill(running, "killed: the time of all jobs was over")
+        if waiting:
+            print(f"not started: {', '.join(job.name for job in waiting)}", flush=True)
+
+    def _start(self, job: Job, end: float) -> None:
+        gpu = self.free.index(max(self.free))
+        self.free[gpu] -= self._slots(job)
+        log = self.work / f"{job.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "path_backend.integration", "experiments"]
+        command += [f"--run={job.name}", f"--results={self.results}", f"--work={self.work}"]
+        environment = (
+            {"OMP_NUM_THREADS": "1"} | os.environ | {"CUDA_VISIBLE_DEVICES": self.gpus[gpu]}
+        )
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [*command, *self.arguments],
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # to kill its data loader with it
+            )
+        deadline = min(end, time.monotonic() + job.seconds)
+        self.running.append(_Running(job, gpu, process, log, deadline))
+
+    def _collect(self) -> None:
+        for running in list(self.running):
+            job, code = running.job, running.process.poll()
+            if code is None:
+                if time.monotonic() > running.deadline:
+                    self._kill(running, f"killed after {job.seconds:.0f} s")
+                    self._remove(running)
+                continue
+            self._remove(running)
+            if code:
+                self._record_failure(running, f"exit {code}")
+            else:
+                (self.results / f"{job.name}.failed.json").unlink(missing_ok=True)
+                print(f"done: {job.name}", flush=True)
+
+    def _remove(self, running: _Running) -> None:
+        self.running.remove(running)
+        self.free[running.gpu] += self._slots(running.job)
+
+    def _slots(self, job: Job) -> int:
+        return min(job.slots, self.slots)
+
+    def _kill(self, running: _Running, reason: str) -> None:
+        os.killpg(running.process.pid, signal.SIGKILL)
+        running.process.wait()
+        self._record_failure(running, reason)
+
+    def _record_failure(self, running: _Running, reason: str) -> None:
+        tail = running.log.read_text(errors="replace").splitlines()[-30:]
+        failure = {"experiment": running.job.name, "failure": reason, "log": tail}
+        _write(self.results / f"{running.job.name}.failed.json", failure)
+        print(f"failed: {running.job.name}: {reason}", flush=True)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """All or nothing: a file that exists is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+
+
+def select(jobs: Sequence[Job], patterns: Sequence[str], results: Path) -> list[Job]:
+    """Jobs without a result, in the order of the patterns, then of the plan.
+
+    Raises ValueError for a pattern that no job matches.
+    """
+    chosen: dict[str, Job] = {}
+    for pattern in patterns or ["*"]:
+        matching = [job for job in jobs if fnmatch.fnmatchcase(job.name, pattern)]
+        if not matching:
+            raise ValueError(f"expected a pattern of job names such as 'mqrar/*', got {pattern!r}")
+        chosen |= {job.name: job for job in matching}
+    return [job for job in chosen.values() if not (results / f"{job.name}.json").exists()]
+
+
+def _gpus() -> list[str]:
+    """Numbers of the GPUs of this machine; one without a number if there is none."""
+    import torch
+
+    return [str(i) for i in range(torch.cuda.device_count())] or [""]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="path-backend experiments",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("patterns", nargs="*", help="names of jobs, with * and ?; default: all")
+    parser.add_argument("--run", metavar="NAME", help="run this job in this process")
+    parser.add_argument("--list", action="store_true", help="print the names of what would run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument(
+        "--work", type=Path, default=Path("outputs/experiments"), help="folder of logs, checkpoints"
+    )
+    parser.add_argument(
+        "--predictions", type=int, default=1_000_000, help="per evaluation set of a task"
+    )
+    parser.add_argument(
+        "--slots", type=int, default=SLOTS, help="of a GPU; a small job takes one, a large one all"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="limit of all jobs")
+    parser.add_argument(
+        "--gpus", nargs="+", help="numbers of the GPUs to use (default: all, or the CPU)"
+    )
+    options, extra = parser.parse_known_args(arguments)
+    jobs = plan()
+    if options.run:
+        (job,) = (job for job in jobs if job.name == options.run)
+        run(job, options.results, options.work, options.predictions, extra)
+        return
+    jobs = select(jobs, options.patterns, options.results)
+    if options.list:
+        print("\n".join(job.name for job in jobs))
+        return
+    arguments = [f"--predictions={options.predictions}", *extra]
+    pool = Pool(options.gpus or _gpus(), options.slots, options.results, options.work, arguments)
+    pool.run(jobs, options.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Tables and pictures of the experiments' results.
+
+    path-backend report                       tables to the terminal, pictures beside the results
+    path-backend report --readme README.md    tables into the file, between its two marks
+
+Errors and perplexities are those in the JSON files of `path-backend experiments`; nothing is
+computed from models here. Pictures need matplotlib.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from path_backend.integration.experiments import ATTENTIONS, RESULTS
+from path_backend.integration.task_error import wilson_interval
+
+BEGIN, END = "<!-- path-backend report: begin -->", "<!-- path-backend report: end -->"
+SUCCESS = 0.9  # of the word problem: accuracy at a length that counts as solved
+SHOWN_LENGTHS = (4, 8, 12, 16, 20, 24, 28, 32)
+# Yang et al., PaTH Attention (NeurIPS 2025): errors in %, in distribution, sparse, dense.
+PAPER_FLIP_FLOP = {
+    "default": ("6.9", "40.3", "0.01"),
+    "stick_breaking": ("9.6", "38.9", "0"),
+    "fox": ("8.3", "36.3", "0"),
+    "path": ("0", "0.0001", "0"),
+}
+LABELS = {
+    "default": "RoPE (`default`)",
+    "stick_breaking": "`stick_breaking`",
+    **{name: f"`{name}`" for name in ("path", "path_fox", "fox", "nope")},
+}
+
+Results = list[dict[str, Any]]
+
+
+def load(folder: Path, group: str) -> Results:
+    """The results of one kind of experiment, failures left out."""
+    paths = sorted((folder / group).glob("*.json"))
+    return [json.loads(p.read_text()) for p in paths if not p.name.endswith(".failed.json")]
+
+
+def failures(folder: Path) -> list[dict[str, Any]]:
+    """What failed and has no result since."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*/*.failed.json"))]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def flip_flop(results: Results) -> str:
+    """Errors in %, of all seeds together and from the best seed to the worst."""
+    sets = ("flip_flop_validation", "flip_flop_sparse", "flip_flop_dense")
+    rows = []
+    for attention, runs in _by_attention(results):
+        cells = [_error([run["sets"][name] for run in runs]) for name in sets]
+        paper = " / ".join(PAPER_FLIP_FLOP.get(attention, ("not given",)))
+        rows.append([LABELS[attention], str(len(runs)), *cells, paper])
+    header = ["error in %", "seeds", "80 % to ignore", "98 %, sparse", "10 %, dense", "paper"]
+    return table(header, rows)
+
+
+def _error(scores: list[dict[str, Any]]) -> str:
+    predictions = sum(score["predictions"] for score in scores)
+    wrong = sum(score["wrong"] for score in scores)
+    if not wrong:
+        return f"0 (below {_percent(wilson_interval(0, predictions)[1])})"
+    shares = sorted(score["error"] for score in scores)
+    spread = f" ({_percent(shares[0])} to {_percent(shares[-1])})" if len(shares) > 1 else ""
+    return _percent(wrong / predictions) + spread
+
+
+def a5_word_problem(results: Results) -> str:
+    """The smallest depth that reaches `SUCCESS` at each length."""
+    depths = smallest_depths(results)
+    deepest = max((_depth(run) for run in results), default=0)
+    rows = [
+        [LABELS[name], *(str(found.get(n) or f"> {deepest}") for n in SHOWN_LENGTHS)]
+        for name, found in depths.items()
+    ]
+    return table(["layers, by length", *map(str, SHOWN_LENGTHS)], rows)
+
+
+def smallest_depths(results: Results) -> dict[str, dict[int, int | None]]:
+    """For each attention and length, the fewest layers of a run that solves it; None if none does.
+
+    A run trained on longer sequences is asked for its accuracy at the length's last token.
+    """
+    depths: dict[str, dict[int, int | None]] = {}
+    for attention, runs in _by_attention(results):
+        longest = max(run["job"]["seq_len"] for run in runs)
+        for length in range(2, longest + 1):
+            solved = [
+                _depth(run)
+                for run in runs
+                if run["job"]["seq_len"] >= length and 1 - _by_position(run)[length - 1] >= SUCCESS
+            ]
+            depths.setdefault(attention, {})[length] = min(solved, default=None)
+    return depths
+
+
+def _by_position(run: dict[str, Any]) -> list[float]:
+    return run["sets"]["a5_word_problem_validation"]["error_by_position"]
+
+
+def _depth(run: dict[str, Any]) -> int:
+    return int(run["job"]["model"].split("task_")[1].split("x")[0])
+
+
+def mqrar(results: Results) -> str:
+    """Accuracies in %, mean over seeds and from the worst to the best."""
+    rows = []
+    for attention, runs in _by_attention(results):
+        cells = []
+        for n_back in (1, 2, 3, 4):
+            accuracies = sorted(
+                1 - run["sets"]["mqrar_validation"]["error"]
+                for run in runs
+                if f"--task.mqrar.n_back={n_back}" in run["trainer"]
+            )
+            cells.append(_range(accuracies))
+        rows.append([LABELS[attention], *cells])
+    return table(["accuracy in %", "N = 1", "N = 2", "N = 3", "N = 4"], rows)
+
+
+def _range(shares: list[float]) -> str:
+    if not shares:
+        return "not run"
+    mean = _percent(sum(shares) / len(shares), 1)
+    if len(shares) == 1:
+        return mean
+    return f"{mean} ({_percent(shares[0], 1)} to {_percent(shares[-1], 1)})"
+
+
+def length_extrapolation(results: Results) -> str:
+    """Perplexity on the documents that fill each length."""
+    rows, header = [], ["perplexity"]
+    for attention, runs in _by_attention(results):
+        text = _first_text(runs)
+        header = ["perplexity", *(f"{r['length']} ({r['documents']} documents)" for r in text)]
+        cells = ["none" if r["perplexity"] is None else f"{r['perplexity']:.2f}" for r in text]
+        rows.append([LABELS[attention], *cells])
+    return table(header, rows)
+
+
+def _first_text(runs: Results) -> list[dict[str, Any]]:
+    """Rows of the held-out modules, of the first seed."""
+    return next(iter(runs[0]["perplexity"].values()))
+
+
+def plot_a5_word_problem(results: Results, path: Path) -> None:
+    """Layers needed over the length; what no depth solves lies above the deepest."""
+    pyplot = _pyplot()
+    deepest = max(_depth(run) for run in results)
+    figure, axis = pyplot.subplots(figsize=(6.4, 3.6))
+    for i, (attention, found) in enumerate(smallest_depths(results).items()):
+        shift = 0.06 * (i - 2.5)  # lines that coincide stay visible
+        needed = [(depth or deepest + 1) + shift for depth in found.values()]
+        axis.step(list(found), needed, where="mid", **_style(attention))
+    axis.set_ylim(0.5, deepest + 1.5)
+    axis.set_yticks(range(1, deepest + 2), [*range(1, deepest + 1), f"> {deepest}"])
+    axis.set_xlabel("length")
+    axis.set_ylabel(f"layers for {SUCCESS:.0%} accuracy")
+    _finish(figure, axis, path)
+
+
+def plot_length_extrapolation(results: Results, path: Path) -> None:
+    """Loss by position on the documents that fill the longest length that any fills."""
+    pyplot = _pyplot()
+    figure, axis = pyplot.subplots(figsize=(6.4, 3.6))
+    for attention, runs in _by_attention(results):
+        row = [row for row in _first_text(runs) if row["documents"]][-1]
+        positions = [row["bucket"] * (i + 0.5) for i in range(len(row["loss_by_position"]))]
+        axis.plot(positions, row["loss_by_position"], "-", **_style(attention))
+    trained = results[0]["job"]["seq_len"]
+    axis.axvline(trained, color="0.6", lw=1, ls=":")
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel(f"position (trained on {trained})")
+    axis.set_ylabel("loss, nats per token")
+    _finish(figure, axis, path)
+
+
+def _pyplot() -> Any:
+    import_module("matplotlib").use("Agg")
+    return import_module("matplotlib.pyplot")
+
+
+def _style(attention: str) -> dict[str, str]:
+    return {
+        "color": f"C{ATTENTIONS.index(attention)}",
+        "label": LABELS[attention].replace("`", ""),
+    }
+
+
+def _finish(figure: Any, axis: Any, path: Path) -> None:
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def _by_attention(results: Results) -> list[tuple[str, Results]]:
+    groups = {a: [r for r in results if r["job"]["attention"] == a] for a in ATTENTIONS}
+    return [(attention, runs) for attention, runs in groups.items() if runs]
+
+
+def _percent(share: float, digits: int | None = None) -> str:
+    """Two significant digits below 1 %, else one after the point."""
+    percent = 100 * share
+    if digits is not None or percent >= 1:
+        return f"{percent:.{1 if digits is None else digits}f}"
+    return f"{percent:.2g}" if percent >= 1e-4 else f"{percent:.6f}".rstrip("0").rstrip(".")
+
+
+GROUPS: dict[str, tuple[str, Callable[[Results], str]]] = {
+    "flip_flop": ("Flip-flop language modelling", flip_flop),
+    "a5_word_problem": ("Word problem of A5", a5_word_problem),
+    "mqrar": ("MQRAR-N", mqrar),
+    "length_extrapolation": ("Perplexity beyond the trained length", length_extrapolation),
+}
+PLOTS = {
+    "a5_word_problem": plot_a5_word_problem,
+    "length_extrapolation": plot_length_extrapolation,
+}
+
+
+def report(folder: Path) -> str:
+    """Every table as Markdown, with where it was measured."""
+    parts = []
+    for group, (title, make) in GROUPS.items():
+        if results := load(folder, group):
+            parts.append(f"**{title}**\n\n{make(results)}\n{_provenance(results)}\n")
+    failed = ", ".join(f"{f['experiment']} ({f['failure']})" for f in failures(folder))
+    if failed:
+        parts.append(f"Without a result: {failed}.\n")
+    return "\n".join(parts)
+
+
+def _provenance(results: Results) -> str:
+    def every(values: Iterable[str]) -> str:
+        return ", ".join(sorted(set(values)))
+
+    devices = every(run["device"] for run in results)
+    torches = every(run["versions"]["torch"] for run in results)
+    dates = sorted(run["date"][:10] for run in results)
+    span = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    return f"Runs: {len(results)}, on {devices}, torch {torches}, {span}."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="path-backend report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument("--readme", type=Path, help="file that gets the tables")
+    options = parser.parse_args(arguments)
+    text = report(options.results)
+    if not text:
+        raise ValueError(f"--results must hold results of experiments, got {options.results}")
+    for group, plot in PLOTS.items():
+        if results := load(options.results, group):
+            plot(results, options.results / f"{group}.png")
+    if options.readme is None:
+        print(text)
+        return
+    before, rest = options.readme.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    options.readme.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

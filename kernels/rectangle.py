@@ -1,0 +1,311 @@
+"""Attention between two pieces of a sequence: queries of one, keys of an earlier one, moved to one
+frame. The passes are those of the squares, and every key is visible but for documents.
+
+    logits = scale q_i . k_j + gate_q_i + gate_k_j
+
+The gate comes in log2 units and as -gate_k, which makes it the difference of sums that the passes
+know. first_key never decreases from one query to the next, so that the queries which see any key,
+or those which see some key tile, are the first ones.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import config
+from .attention_backward import key_pass, load_rows, query_gradient
+from .attention_forward import attend
+from .inputs import LOG2_E, dense, differentiable, padded, strides
+from .tiles import CHUNK, RUNTIME, load_tile, store_tile
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def rectangle_forward_kernel(
+    q_ptr, k_ptr, v_ptr, gate_q_ptr, gate_k_ptr, first_ptr, out_ptr, lse_ptr, stride_qb, stride_qt,
+    stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_ob,
+    stride_ot, stride_oh, stride_lb, stride_lh, TQ, TK, HQ, scale, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Merges one chunk of rows into the running out and natural lse. `scale` is in log2 units."""
+    m0, q_head = tl.program_id(0) * CHUNK, tl.program_id(1)
+    b, hq = (q_head // HQ).to(tl.int64), (q_head % HQ).to(tl.int64)
+    h = hq // GROUP
+    q_head = q_head.to(tl.int64)
+    q_ptr += b * stride_qb + hq * stride_qh
+    k_ptr += b * stride_kb + h * stride_kh
+    v_ptr += b * stride_vb + h * stride_vh
+    out_ptr += b * stride_ob + hq * stride_oh
+    lse_ptr += b * stride_lb + hq * stride_lh
+    rows = m0 + tl.arange(0, CHUNK)
+    lo = 0
+    limit = TQ  # rows behind it see nothing and stay as they are
+    first_key = rows
+    if HAS_DOC:
+        first_key = tl.load(first_ptr + b * TQ + rows, mask=rows < TQ, other=TK)
+        lo = tl.maximum(tl.min(first_key, 0), 0) // BLOCK_N * BLOCK_N
+        limit = m0 + tl.sum((first_key < TK).to(tl.int32), 0)
+    gate_q = rows.to(tl.float32)
+    if HAS_GATE:
+        gate_q = tl.load(gate_q_ptr + q_head * TQ + rows, mask=rows < TQ, other=0.0)
+        gate_k_ptr += q_head * tl.cdiv(TK, CHUNK) * CHUNK
+
+    q = load_tile(q_ptr, m0, stride_qt, limit, CHUNK, BLOCK_D, HEAD_DIM)
+    acc = load_tile(out_ptr, m0, stride_ot, limit, CHUNK, BLOCK_DV, HEAD_DIM_V)
+    m_i = tl.load(lse_ptr + rows, mask=rows < limit, other=float("-inf")) * 1.4426950408889634
+    l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
+    middle = tl.maximum(lo, TK // BLOCK_N * BLOCK_N)
+    for whole in tl.static_range(2):
+        acc, l_i, m_i = attend(
+            acc, l_i, m_i, q, k_ptr, v_ptr, gate_k_ptr, None, stride_kt, stride_vt,
+            lo if whole == 0 else middle, middle if whole == 0 else TK, gate_q, 0.0, first_key, TK,
+            scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, whole == 0, HAS_GATE, HAS_DOC,
+            PRECISION,
+        )  # fmt: skip
+    store_tile(out_ptr, m0, stride_ot, limit, acc / l_i[:, None], CHUNK, BLOCK_DV, HEAD_DIM_V)
+    lse = (m_i + tl.math.log2(l_i)) * 0.6931471805599453
+    tl.store(lse_ptr + rows, lse, mask=rows < limit)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def rectangle_dq_kernel(
+    q_ptr, k_ptr, v_ptr, gate_k_ptr, first_ptr, rows_ptr, d_out_ptr, dq_ptr, d_gate_q_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
+    stride_vh, stride_gb, stride_gt, stride_gh, stride_dqb, stride_dqt, stride_dqh, TQ, TK, HQ,
+    scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq and the gradient of gate_q of one chunk of rows."""
+    m0, q_head = tl.program_id(0) * CHUNK, tl.program_id(1)
+    b, hq = (q_head // HQ).to(tl.int64), (q_head % HQ).to(tl.int64)
+    h = hq // GROUP
+    q_head = q_head.to(tl.int64)
+    q_ptr += b * stride_qb + hq * stride_qh
+    k_ptr += b * stride_kb + h * stride_kh
+    v_ptr += b * stride_vb + h * stride_vh
+    d_out_ptr += b * stride_gb + hq * stride_gh
+    dq_ptr += b * stride_dqb + hq * stride_dqh
+    rows = m0 + tl.arange(0, CHUNK)
+    lo = 0
+    first_key = rows
+    if HAS_DOC:
+        first_key = tl.load(first_ptr + b * TQ + rows, mask=rows < TQ, other=TK)
+        lo = tl.maximum(tl.min(first_key, 0), 0) // BLOCK_N * BLOCK_N
+    if HAS_GATE:
+        gate_k_ptr += q_head * tl.cdiv(TK, CHUNK) * CHUNK
+
+    q = load_tile(q_ptr, m0, stride_qt, TQ, CHUNK, BLOCK_D, HEAD_DIM)
+    d_out = load_tile(d_out_ptr, m0, stride_gt, TQ, CHUNK, BLOCK_DV, HEAD_DIM_V)
+    bias, delta = load_rows(rows_ptr + q_head * tl.cdiv(TQ, CHUNK) * CHUNK * 2, m0, CHUNK)
+    dq = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+    row_sum = tl.zeros([CHUNK], tl.float32)
+    middle = tl.maximum(lo, TK // BLOCK_N * BLOCK_N)
+    for whole in tl.static_range(2):
+        dq, row_sum = query_gradient(
+            dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_k_ptr, None, stride_kt,
+            stride_vt, lo if whole == 0 else middle, middle if whole == 0 else TK, 0.0, first_key,
+            TK, scale * 1.4426950408889634, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
+            whole == 0, HAS_GATE, HAS_DOC, PRECISION,
+        )  # fmt: skip
+    store_tile(dq_ptr, m0, stride_dqt, TQ, dq * scale, CHUNK, BLOCK_D, HEAD_DIM)
+    if HAS_GATE:
+        tl.store(d_gate_q_ptr + q_head * TQ + rows, row_sum, mask=rows < TQ)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def rectangle_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, gate_k_ptr, first_ptr, reach_ptr, rows_ptr, d_out_ptr, dk_ptr, dv_ptr,
+    d_gate_k_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
+    stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_dkb, stride_dkt, stride_dkh,
+    stride_dvb, stride_dvt, stride_dvh, TQ, TK, HQ, scale, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk, dv of one chunk of keys over every query head of its group; the gradient of gate_k."""
+    n0, head = tl.program_id(0) * CHUNK, tl.program_id(1)
+    H = HQ // GROUP
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    q_ptr += b * stride_qb
+    d_out_ptr += b * stride_gb
+    keys = n0 + tl.arange(0, CHUNK)
+    k = load_tile(
+        k_ptr + b * stride_kb + h * stride_kh, n0, stride_kt, TK, CHUNK, BLOCK_D, HEAD_DIM
+    )
+    v = load_tile(
+        v_ptr + b * stride_vb + h * stride_vh, n0, stride_vt, TK, CHUNK, BLOCK_DV, HEAD_DIM_V
+    )
+    reach = TQ  # no query from here on sees the tile
+    if HAS_DOC:
+        reach = tl.load(reach_ptr + b * tl.num_programs(0) + tl.program_id(0))
+        first_ptr += b * TQ
+    middle = tl.minimum(reach, TQ // BLOCK_M * BLOCK_M)
+    dk = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+    dv = tl.zeros([CHUNK, BLOCK_DV], tl.float32)
+    for g in tl.range(GROUP, num_stages=1):
+        hq = h * GROUP + g
+        q_head = b * HQ + hq
+        gate_k = keys.to(tl.float32)
+        if HAS_GATE:
+            gate_k = tl.load(gate_k_ptr + q_head * tl.cdiv(TK, CHUNK) * CHUNK + keys)
+        col_sum = tl.zeros([CHUNK], tl.float32)
+        for whole in tl.static_range(2):
+            dk, dv, col_sum = key_pass(
+                dk, dv, col_sum, k, v, q_ptr + hq * stride_qh, d_out_ptr + hq * stride_gh,
+                rows_ptr + q_head * tl.cdiv(TQ, CHUNK) * CHUNK * 2, None, first_ptr, stride_qt,
+                stride_gt, 0 if whole == 0 else middle, middle if whole == 0 else reach, TQ, keys,
+                gate_k, 0.0, scale * 1.4426950408889634, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
+                BLOCK_M, whole == 0, False, HAS_GATE, HAS_DOC, PRECISION,
+            )  # fmt: skip
+        if HAS_GATE:
+            tl.store(d_gate_k_ptr + q_head * TK + keys, col_sum, mask=keys < TK)
+    store_tile(
+        dk_ptr + b * stride_dkb + h * stride_dkh, n0, stride_dkt, TK, dk * scale, CHUNK, BLOCK_D,
+        HEAD_DIM,
+    )  # fmt: skip
+    store_tile(
+        dv_ptr + b * stride_dvb + h * stride_dvh, n0, stride_dvt, TK, dv, CHUNK, BLOCK_DV,
+        HEAD_DIM_V,
+    )  # fmt: skip
+
+
+def _arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_k: Tensor | None,
+    first_key: Tensor | None,
+) -> dict[str, Any]:
+    """What the three kernels share but for tiles."""
+    q, k, v = dense(q), dense(k), dense(v)
+    return {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "gate_k_ptr": q if gate_k is None else _whole_chunks((gate_k * -LOG2_E).float()),
+        "first_ptr": q if first_key is None else first_key.contiguous(),
+        **strides(("q", q), ("k", k), ("v", v)),
+        "TQ": q.shape[1],
+        "TK": k.shape[1],
+        "HQ": q.shape[2],
+        "GROUP": q.shape[2] // k.shape[2],
+        "HEAD_DIM": q.shape[3],
+        "BLOCK_D": padded(q.shape[3]),
+        "HEAD_DIM_V": v.shape[3],
+        "BLOCK_DV": padded(v.shape[3]),
+        "CHUNK": CHUNK,
+        "HAS_GATE": gate_k is not None,
+        "HAS_DOC": first_key is not None,
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+    }
+
+
+def _whole_chunks(x: Tensor, value: float = 0.0) -> Tensor:
+    """x [..., T] with `value` up to the end of its last chunk."""
+    return torch.nn.functional.pad(x.contiguous(), (0, -x.shape[-1] % CHUNK), value=value)
+
+
+def rectangle_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_q: Tensor | None,
+    gate_k: Tensor | None,
+    first_key: Tensor | None,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Merges attention of q [B, TQ, HQ, D] to k [B, TK, H, D], v [B, TK, H, DV] into the running
+    out [B, TQ, HQ, DV] and lse [B, HQ, TQ], fp32 (lse may be -inf where out is zero).
+
+    logits = scale q_i . k_j + gate_q_i + gate_k_j, natural, gate_q [B, HQ, TQ] and gate_k [B, HQ,
+    TK]; query i sees the keys from first_key[b, i] on (int32, non-decreasing, of any size). Last
+    dimensions of out and lse are contiguous. Rows that see nothing keep their bits.
+    """
+    assert out.stride(-1) == 1 and lse.stride(-1) == 1, (out.stride(), lse.stride())
+    B, TQ, HQ, D = q.shape
+    tile = config.forward_tiles(q.dtype, padded(max(D, v.shape[3])), True)
+    rectangle_forward_kernel[(triton.cdiv(TQ, CHUNK), B * HQ)](
+        **_arguments(q, k, v, gate_k, first_key),
+        **strides(("o", out)),
+        gate_q_ptr=None if gate_q is None else (gate_q * LOG2_E).float().contiguous(),
+        out_ptr=out,
+        lse_ptr=lse,
+        stride_lb=lse.stride(0),
+        stride_lh=lse.stride(1),
+        scale=scale * LOG2_E,
+        BLOCK_N=tile.stream,
+        **tile.options,
+    )
+
+
+def rectangle_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_q: Tensor | None,
+    gate_k: Tensor | None,
+    first_key: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk, dv in fp32 and d_gate_q, d_gate_k like the gates (None without).
+
+    lse and delta = rowsum(d_out * out), [B, HQ, TQ], are those of the finished rows.
+    """
+    q, k, v = differentiable(q), differentiable(k), differentiable(v)
+    d_out = dense(d_out.to(q.dtype))
+    B, TQ, HQ, D = q.shape
+    TK, H, DV = v.shape[1:]
+    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    d_gate_q = d_gate_k = None
+    bias = lse * -LOG2_E
+    if gate_q is not None and gate_k is not None:
+        d_gate_q, d_gate_k = lse.new_empty(gate_q.shape), lse.new_empty(gate_k.shape)
+        bias = bias + (gate_q * LOG2_E).float()
+    width = padded(max(D, DV))
+    shared = {
+        **_arguments(q, k, v, gate_k, first_key),
+        **strides(("g", d_out)),
+        "rows_ptr": torch.stack([_whole_chunks(bias, float("-inf")), _whole_chunks(delta)], -1),
+        "d_out_ptr": d_out,
+        "scale": scale,
+    }
+    tile = config.query_tiles(q.dtype, width)
+    rectangle_dq_kernel[(triton.cdiv(TQ, CHUNK), B * HQ)](
+        **shared,
+        **strides(("dq", dq)),
+        dq_ptr=dq,
+        d_gate_q_ptr=d_gate_q,
+        BLOCK_N=tile.stream,
+        **tile.options,
+    )
+    tile = config.key_tiles(q.dtype, width)
+    reach = None
+    if first_key is not None:
+        last_keys = torch.arange(
+            CHUNK - 1, TK + CHUNK - 1, CHUNK, device=q.device, dtype=torch.int32
+        )
+        last_keys = last_keys.repeat(B, 1)
+        reach = torch.searchsorted(first_key.contiguous(), last_keys, right=True, out_int32=True)
+    rectangle_dkdv_kernel[(triton.cdiv(TK, CHUNK), B * H)](
+        **shared,
+        **strides(("dk", dk), ("dv", dv)),
+        reach_ptr=reach,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        d_gate_k_ptr=d_gate_k,
+        BLOCK_M=tile.stream,
+        **tile.options,
+    )
+    if gate_q is None or gate_k is None or d_gate_q is None or d_gate_k is None:
+        return dq, dk, dv, None, None
+    return dq, dk, dv, d_gate_q.to(gate_q.dtype), d_gate_k.to(gate_k.dtype)
