@@ -25,6 +25,7 @@ from .sweep import key_moves, query_moves
 from .tiles import (
     GATE_SPAN,
     RUNTIME,
+    as_product,
     blocks_of_level,
     load_full_tile,
     load_square,
@@ -145,12 +146,7 @@ def attention_dq_kernel(
     bias, delta = load_rows(rows_ptr + q_head * num_chunks * CHUNK * 2, m0, CHUNK)
     d_out = load_tile(d_out_ptr, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
 
-    PIECE: tl.constexpr = incoming_ptr is not None
     dq = tl.zeros([CHUNK, BLOCK_D], tl.float32)
-    if PIECE:
-        incoming_ptr += b * stride_eb + hq * stride_eh
-        incoming = load_tile(incoming_ptr, m0, stride_et, T, CHUNK, BLOCK_D, HEAD_DIM)
-        dq += incoming.to(tl.float32) / scale
     row_sum = tl.zeros([CHUNK], tl.float32)
     q = load_tile(q_ptr, m0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
     s = diagonal_logits(
@@ -170,6 +166,11 @@ def attention_dq_kernel(
 
     if HAS_PATH:
         store_tile(d_local_ptr, m0, CHUNK, m0 + CHUNK, ds * scale, CHUNK, CHUNK, CHUNK)
+        PIECE: tl.constexpr = incoming_ptr is not None
+        if PIECE:
+            incoming_ptr += b * stride_eb + hq * stride_eh
+            incoming = load_tile(incoming_ptr, m0, stride_et, T, CHUNK, BLOCK_D, HEAD_DIM)
+            dq = as_product(incoming.to(tl.float32) / scale)
         row_base = total_rows
         block_base = head * total_blocks + total_blocks - 2
         for step in range(num_levels):
@@ -312,13 +313,8 @@ def attention_dkdv_kernel(
     reach = T
     if HAS_DOC:
         reach = tl.load(end_ptr + b * T + tl.minimum(n0 + CHUNK, T) - 1)
-    PIECE: tl.constexpr = incoming_ptr is not None
     dv = tl.zeros([CHUNK, BLOCK_DV], tl.float32)
     dk = tl.zeros([CHUNK, BLOCK_D], tl.float32)
-    if PIECE:
-        incoming_ptr += b * stride_eb + h * stride_eh
-        incoming = load_tile(incoming_ptr, n0, stride_et, T, CHUNK, BLOCK_D, HEAD_DIM)
-        dk += incoming.to(tl.float32) / scale
 
     for g in tl.range(GROUP, num_stages=1):
         col_sum = tl.zeros([CHUNK], tl.float32)
@@ -361,6 +357,11 @@ def attention_dkdv_kernel(
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
 
     if HAS_PATH:
+        PIECE: tl.constexpr = incoming_ptr is not None
+        if PIECE:
+            incoming_ptr += b * stride_eb + h * stride_eh
+            incoming = load_tile(incoming_ptr, n0, stride_et, T, CHUNK, BLOCK_D, HEAD_DIM)
+            dk = as_product(incoming.to(tl.float32) / scale)
         row_base = total_rows
         block_base = head * total_blocks + total_blocks - 2
         for step in range(num_levels):

@@ -48,14 +48,16 @@ def tree_kernel(
 
 @triton.jit
 def query_moves(first, half, PIECE: tl.constexpr):
-    """Whether queries of a right block of `half` tokens lie right once more at a higher level."""
-    return (first // (2 * half) > 0) | PIECE
+    """Whether queries of a right block of `half` tokens lie right once more at a higher level, as
+    all of a piece do.
+    """
+    return first // (2 * half) + PIECE > 0
 
 
 @triton.jit
 def key_moves(first, half, T, PIECE: tl.constexpr):
     """Whether keys of a left block of `half` tokens lie left of a token once more above."""
-    return ((first // (2 * half) + 1) * 2 * half < T) | PIECE
+    return (first // (2 * half) + 1 - PIECE) * 2 * half < T
 
 
 @triton.jit(do_not_specialize=RUNTIME)

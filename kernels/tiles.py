@@ -179,6 +179,15 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def as_product(x):
+    """fp32 x as the result of a product. A loaded tile that is carried through a loop of products
+    would be carried in every layout that it is used in: twice the registers spill at D = 128.
+    """
+    left = tl.zeros([x.shape[0], 16], tl.float16)
+    return tl.dot(left, tl.zeros([16, x.shape[1]], tl.float16), x)
+
+
+@triton.jit
 def turned(x, TRANSPOSE: tl.constexpr):
     """x or x^T."""
     if TRANSPOSE:
