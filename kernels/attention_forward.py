@@ -60,13 +60,18 @@ def attend(
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr,
     HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Dense attention to the keys lo ... hi - 1 (whole tiles, all visible but for documents)."""
+    """Dense attention to the keys lo ... hi - 1 (whole tiles, all visible but for documents).
+
+    The gate's offset is loaded a tile ahead by hand: the compiler's pipeline would put it into
+    shared memory, 16 bytes too many for two programs on an SM at width 128.
+    """
+    between = gate_between(offset_ptr, lo, gate_ref) if HAS_GATE else 0.0
     for start in range(lo, hi, BLOCK_N):
         k = load_full_tile(k_ptr, start, stride_kt, BLOCK_N, BLOCK_D, K_WIDTH)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
-            between = gate_between(offset_ptr, start, gate_ref)
             s += (gate_q + between)[:, None] - load_columns(gate_ptr, start, BLOCK_N)[None, :]
+            between = gate_between(offset_ptr, start + BLOCK_N, gate_ref)
         if HAS_DOC:
             s = tl.where(
                 start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], s, float("-inf")
@@ -95,8 +100,8 @@ def attention_forward_kernel(
     out_ptr, lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
     stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, T, HQ, num_chunks, num_levels,
     total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output and natural log-sum-exp of a chunk. `scale` and the gate are in log2 units."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK

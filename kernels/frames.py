@@ -139,14 +139,14 @@ def make_frames(x: Inputs) -> Frames:
 
 
 def _products_backward(x: Inputs, frames: Frames, grads: FrameGradients) -> tuple[Tensor, int]:
-    """Gradients [B * H, count, BLOCK_D, BLOCK_D] of the chunks' products, and their count; level by
-    level from the top.
+    """Gradients [B * H, count, BLOCK_D, BLOCK_D] of the chunks' products in fp32, and their count;
+    level by level from the top.
     """
     B, T, HQ, D = x.q.shape
     H, width = x.k.shape[2], x.width
     block_base, row_base = tiles.total_blocks(T), tiles.moved_rows(T)
     tokens = max(CHUNK, config.PRODUCT_ROWS // x.group)
-    gradient, count = frames.products, 0  # of the level above; none at the top
+    gradient, count = frames.inverse, 0  # of the level above; none at the top
     for level in range(tiles.num_levels(T) - 2, -1, -1):
         parent, parents = gradient, count
         count = tiles.level_blocks(T, level)
@@ -187,7 +187,7 @@ def _products_backward(x: Inputs, frames: Frames, grads: FrameGradients) -> tupl
                 **shared, partial_ptr=partial, SPLIT=tokens
             )
             side, warps = config.product_tiles(width, count * B * H)
-        gradient = x.q.new_empty(B * H, count, width, width)
+        gradient = torch.empty(B * H, count, width, width, dtype=torch.float32, device=x.q.device)
         tree_backward_kernel[(count, B * H, (width // side) ** 2)](
             **{**shared, "TILE": side, "num_warps": warps},
             product_ptr=frames.products,

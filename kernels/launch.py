@@ -227,5 +227,5 @@ def _backward_group(
         col_sum_ptr=col_sum,
         BLOCK_M=tile.stream,
     )
-    if frames and grads:
+    if frames and grads and dw is not None and d_beta is not None:
         frames_backward(x, frames, grads, dq, dk, dw, d_beta)
