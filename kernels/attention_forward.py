@@ -79,13 +79,17 @@ def attend(
 ):  # fmt: skip
     """Dense attention to the keys lo ... hi - 1, all visible but for documents. WHOLE: no tile
     passes the end T.
+
+    The gate's offset is loaded a tile ahead by hand: the compiler's pipeline would put it into
+    shared memory, 16 bytes too many for two programs on an SM at width 128.
     """
+    between = gate_between(offset_ptr, lo, gate_ref) if HAS_GATE else 0.0
     for start in range(lo, hi, BLOCK_N):
         k = load_rows_before(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
-            between = gate_between(offset_ptr, start, gate_ref)
             s += (gate_q + between)[:, None] - load_columns(gate_ptr, start, BLOCK_N)[None, :]
+            between = gate_between(offset_ptr, start + BLOCK_N, gate_ref)
         if HAS_DOC:
             s = tl.where(
                 start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], s, float("-inf")

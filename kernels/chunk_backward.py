@@ -17,8 +17,8 @@ every level (tree_backward.py), a D x D matrix, from which U = W dP, V = W dP^T.
 No [C, D] tile is held in fp32: columns pass in slabs, first to contract to C x C matrices, then to
 expand these to the gradients. C x C products are split, since X grows their errors: for nearly
 constant w, one bf16 rounding of their operands, or of U and V, costs 2e-2 in dw; one of the factors
-dlow, dup, dS of W costs 1e-2. One of dL, dP, A, E and of the product's part of dW costs no more
-than that of the outputs.
+dlow, dup, dS of W costs 1e-2; one of dP at every level 7e-3 in dbeta. One of dL, A, E and of the
+product's part of dW costs no more than that of the outputs.
 Names with `neg_` hold the negative, so that products accumulate.
 """
 
@@ -147,7 +147,6 @@ def chunk_product_backward_kernel(
     )  # fmt: skip
     neg_dx = tl.zeros([CHUNK, CHUNK], tl.float32)
     for column in tl.range(0, BLOCK_D, SLAB, num_stages=1):
-        # dP is rounded once, as any gradient is; U and V must be split
         columns = load_tile(d_product_ptr + column, 0, BLOCK_D, limit, BLOCK_D, SLAB, SLAB)
         u = dot(w, columns, PRECISION)
         w_slab = load_slab(w_ptr, first, stride_wt, T, column, CHUNK, SLAB, HEAD_DIM)

@@ -182,17 +182,17 @@ def _make_products(x: Inputs, frames: Frames) -> None:
 def _products_backward(
     x: Inputs, frames: Frames, grads: FrameGradients, d_product: Tensor | None
 ) -> tuple[Tensor, int]:
-    """Gradients [B * H, count, BLOCK_D, BLOCK_D] of the chunks' products, and their count; level by
-    level from the top, where that of a piece comes in.
+    """Gradients [B * H, count, BLOCK_D, BLOCK_D] of the chunks' products in fp32, and their count;
+    level by level from the top, where that of a piece comes in.
     """
     B, T, H, D = x.k.shape
     width, levels = x.width, tiles.moving_levels(T, x.piece)
     row_base = tiles.moved_rows(T, x.piece)
     block_base = sum(tiles.stored_blocks(T, level) for level in levels)
     tokens = max(CHUNK, config.PRODUCT_ROWS // x.group)
-    gradient, count = grads.q_moved, 0  # of the level above; none at the top
+    gradient, count = frames.inverse, 0  # of the level above; none at the top
     if d_product is not None:
-        gradient, count = x.q.new_zeros(B, H, width, width), 1
+        gradient, count = frames.inverse.new_zeros(B, H, width, width), 1
         gradient[..., :D, :D] = d_product
     for level in reversed(levels):
         parent, parents = gradient, count
@@ -235,7 +235,7 @@ def _products_backward(
                 **shared, partial_ptr=partial, SPLIT=tokens
             )
             side, warps = config.product_tiles(width, count * B * H)
-        gradient = x.q.new_empty(B * H, count, width, width)
+        gradient = torch.empty(B * H, count, width, width, dtype=torch.float32, device=x.q.device)
         tree_backward_kernel[(count, B * H, (width // side) ** 2)](
             **{**shared, "TILE": side, "num_warps": warps},
             product_ptr=frames.products,

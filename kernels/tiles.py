@@ -140,16 +140,13 @@ def load_square(ptr, index, SIZE: tl.constexpr):
 
 @triton.jit
 def split(x, dtype: tl.constexpr):
-    """fp32 x as high + low of a 16-bit type. high is cut, not rounded: that needs no way back."""
-    high = cut(x, dtype)
-    return high.to(dtype), (x - high).to(dtype)
+    """fp32 x as high + low of a 16-bit type.
 
-
-@triton.jit
-def cut(x, dtype: tl.constexpr):
-    """fp32 x with the mantissa of a 16-bit type."""
-    MASK: tl.constexpr = -(1 << 13) if dtype == tl.float16 else -(1 << 16)
-    return (x.to(tl.int32, bitcast=True) & MASK).to(tl.float32, bitcast=True)
+    By conversions, never by masking bits: ptxas 12.8 takes `accumulator & mask` for zero where a
+    loop of wgmma starts from zero, and all products with high are lost.
+    """
+    high = x.to(dtype)
+    return high, (x - high.to(tl.float32)).to(dtype)
 
 
 @triton.jit

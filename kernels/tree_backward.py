@@ -1,8 +1,8 @@
 """Gradients of the products P, from the top level down.
 
-    P moved queries of the right sibling, q+ = P q:    dP += dq+ q^T
-    P moved keys of the left sibling, k+ = P^T k:      dP += k dk+^T
-    P_parent = P_left P_right:    dP_left += dP_parent P_right^T    dP_right += P_left^T dP_parent
+    P moved queries of the right sibling, q+ = P q:       dP += dq+ q^T
+    P moved keys of the left sibling, k+ = P^T k:         dP += k dk+^T
+    P_parent = P_left P_right:  dP_left += dP_parent P_right^T  dP_right += P_left^T dP_parent
 
 q, k and the gradients dq+, dk+ of what moved are the levels' rows, summed in a fixed order. The
 first and the last block of a level move nothing that moves again, and nothing comes back to them,
@@ -60,19 +60,21 @@ def moved_outer(
 
 @triton.jit
 def add_parent(
-    acc, parent_ptr, product_ptr, block, r0, c0, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, PRECISION: tl.constexpr,
+    acc, parent_ptr, product_ptr, block, r0, c0, TYPE: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + ROWS x COLS of what comes back from the parent's dP; product_ptr is the block's own."""
+    """acc + ROWS x COLS of what comes back from the parent's dP (fp32); product_ptr is the block's
+    own. Rounding P to the inputs' TYPE costs nothing here, rounding dP would.
+    """
     SIZE: tl.constexpr = BLOCK_D * BLOCK_D
     if block % 2 == 0:
         rows = tl.load(tile_pointers(parent_ptr, r0, BLOCK_D, ROWS, BLOCK_D))
         right = tl.load(tile_pointers(product_ptr + SIZE, c0, BLOCK_D, COLS, BLOCK_D))
-        acc += dot(rows, tl.trans(as_type(right, rows.dtype)), PRECISION)
+        acc += dot(rows, tl.trans(as_type(right, TYPE)), PRECISION)
     else:
         left = tl.load(tile_pointers(product_ptr - SIZE + r0, 0, BLOCK_D, BLOCK_D, ROWS))
         columns = tl.load(tile_pointers(parent_ptr + c0, 0, BLOCK_D, BLOCK_D, COLS))
-        acc += dot(tl.trans(as_type(left, columns.dtype)), columns, PRECISION)
+        acc += dot(tl.trans(as_type(left, TYPE)), columns, PRECISION)
     return acc
 
 
@@ -127,8 +129,8 @@ def tree_backward_kernel(
         acc = add_parent(
             acc, parent_ptr + (head * num_parents + block // 2) * SIZE,
             product_ptr + (head * total_blocks + block_base + block) * SIZE,
-            block, r0, c0, BLOCK_D, TILE, TILE, PRECISION,
+            block, r0, c0, q_levels_ptr.dtype.element_ty, BLOCK_D, TILE, TILE, PRECISION,
         )  # fmt: skip
     gradient_ptr += (head * num_blocks + block) * SIZE
     pointers = tile_pointers(gradient_ptr + c0, r0, BLOCK_D, TILE, TILE)
-    tl.store(pointers, acc.to(gradient_ptr.dtype.element_ty))
+    tl.store(pointers, acc)
