@@ -8,9 +8,9 @@ import triton
 from torch import Tensor
 
 from . import config, tiles
-from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, delta_kernel
+from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, row_kernel
 from .attention_forward import attention_forward_kernel
-from .frames import Ends, Frames, frames_backward, make_frames
+from .frames import Ends, FrameGradients, Frames, frames_backward, make_frames
 from .inputs import LOG2_E, Inputs, dense, groups, strides
 from .tiles import CHUNK
 
@@ -36,10 +36,7 @@ def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -
         "total_rows": tiles.total_rows(T),
         "GROUP": x.group,
         "CHUNK": CHUNK,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        **tile.options,
         **x.widths,
         **x.value_widths,
         **x.flags,
@@ -57,9 +54,10 @@ def forward(inputs: Inputs, out: Tensor, ends: Ends | None = None) -> Tensor:
         frames = None if x.w is None else make_frames(x, ends and ends.part(*group))
         batch, _, queries = group
         part = out[batch, :, queries]
-        tile = config.forward_tiles(x.q.dtype, x.widest)
-        attention_forward_kernel[(triton.cdiv(T, tile.block_m), part.shape[0] * part.shape[2])](
+        tile = config.forward_tiles(x.q.dtype, x.widest, frames is not None)
+        attention_forward_kernel[(triton.cdiv(T, CHUNK), part.shape[0] * part.shape[2])](
             **_attention_arguments(x, frames, tile),
+            BLOCK_N=tile.stream,
             out_ptr=part,
             lse_ptr=lse[batch, queries],
             **strides(("o", part)),
@@ -141,52 +139,68 @@ def _backward_group(
     x: Inputs, d_out: Tensor, out: Tensor, lse: Tensor, grads: Gradients, d_ends: Ends | None
 ) -> None:
     B, T, HQ, _ = x.q.shape
-    H = x.k.shape[2]
+    chunks = triton.cdiv(T, CHUNK)
     frames = None if x.w is None else make_frames(x)
-    delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(T, 64), B * HQ)](
-        out,
-        d_out,
-        delta,
+    rows = lse.new_empty(B, HQ, chunks * CHUNK, 2)
+    row_kernel[(chunks, B * HQ)](
+        out_ptr=out,
+        d_out_ptr=d_out,
+        lse_ptr=lse,
+        gate_ptr=x.gate,
+        rows_ptr=rows,
         **strides(("o", out), ("g", d_out)),
         T=T,
         HQ=HQ,
-        BLOCK_M=64,
+        num_chunks=chunks,
+        CHUNK=CHUNK,
+        HAS_GATE=x.gate is not None,
         **x.value_widths,
     )
-    dq_levels = dk_levels = d_local = grads.q
-    if frames:
-        dq_levels, dk_levels = torch.empty_like(frames.q_levels), torch.empty_like(frames.k_levels)
-        d_local = torch.empty_like(frames.local, dtype=x.q.dtype)
+    of_frames = FrameGradients.empty(x) if frames else None
+    from_start, from_end = (d_ends.q_start, d_ends.k_end) if d_ends else (None, None)
     shared = {
-        "lse_ptr": lse,
-        "delta_ptr": delta,
+        "rows_ptr": rows,
         "d_out_ptr": d_out,
         "scale": x.scale,
+        "product_ptr": frames.products if frames else x.q,
+        "moved_rows": tiles.moved_rows(T, x.piece),
+        "total_blocks": tiles.total_blocks(T),
+        "MOVE": x.precision,
         **strides(("g", d_out)),
     }
     tile = config.query_tiles(x.q.dtype, x.widest)
-    attention_dq_kernel[(triton.cdiv(T, tile.block_m), B * HQ)](
+    attention_dq_kernel[(chunks, B * HQ)](
         **_attention_arguments(x, frames, tile),
         **shared,
-        **strides(("dq", grads.q)),
-        dq_ptr=grads.q,
-        dq_levels_ptr=dq_levels,
-        d_local_ptr=d_local,
+        **strides(("e", from_start), ("dq", grads.q)),
+        incoming_ptr=from_start,
+        dq_ptr=of_frames.q_start if of_frames else grads.q,
+        dq_moved_ptr=of_frames.q_moved if of_frames else grads.q,
+        d_local_ptr=of_frames.local if of_frames else grads.q,
         row_sum_ptr=lse if grads.row_sum is None else grads.row_sum,
+        BLOCK_N=tile.stream,
     )
     tile = config.key_tiles(x.q.dtype, x.widest)
-    attention_dkdv_kernel[(triton.cdiv(T, tile.block_n), B * H)](
+    attention_dkdv_kernel[(chunks, B * x.k.shape[2])](
         **_attention_arguments(x, frames, tile),
         **shared,
-        **strides(("dk", grads.k), ("dv", grads.v)),
+        **strides(("e", from_end), ("dk", grads.k), ("dv", grads.v)),
+        incoming_ptr=from_end,
         end_ptr=x.document_end if x.document_end is not None else x.q,
-        dk_ptr=grads.k,
+        dk_ptr=of_frames.k_end if of_frames else grads.k,
+        dk_moved_ptr=of_frames.k_moved if of_frames else grads.k,
         dv_ptr=grads.v,
-        dk_levels_ptr=dk_levels,
         col_sum_ptr=lse if grads.col_sum is None else grads.col_sum,
+        BLOCK_M=tile.stream,
     )
-    if frames:
+    if frames and of_frames:
         frames_backward(
-            x, frames, dq_levels, dk_levels, d_local, grads.q, grads.k, grads.w, grads.beta, d_ends
+            x,
+            frames,
+            of_frames,
+            grads.q,
+            grads.k,
+            grads.w,
+            grads.beta,
+            d_ends.product if d_ends else None,
         )

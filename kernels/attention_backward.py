@@ -6,41 +6,74 @@ With p = exp(logits - lse), delta = rowsum(d_out * out) and everything in the fr
     dv = p^T d_out                      dq = scale ds k         dk = scale ds^T q
     dG_i = rowsum_i(ds) - colsum_i(ds)  of the running gate sum G
 
-Two passes, neither with atomics: one program per query tile (dq of every level, the gradient of the
-local logits, row sums), one per key tile (dk of every level, dv, column sums). dq and dk of a level
-are those of its squares alone; the sweep's backward joins the levels.
+Two passes, neither with atomics: one program per query chunk (dq, the gradient of the local logits,
+row sums), one per key chunk (dk, dv, column sums). Levels come from the top down, so that dq and dk
+move along: with what came back from above, P the sibling's product,
+
+    right block:  q+ = P q      dq = P^T dq+ + that of its square        dP += dq+ q^T
+    left block:   k+ = P^T k    dk = P dk+   + that of its square        dP += k dk+^T
+
+dq+ and dk+ are kept for dP; at the end dq and dk are the gradients of q_start and k_end. Nothing
+comes from above the last level, but to a piece of a longer sequence: from the other pieces.
 """
 
 import triton
 import triton.language as tl
 
-from .attention_forward import diagonal_logits, load_gate, load_keys, load_query_pair
-from .tiles import GATE_SPAN, RUNTIME, load_full_tile, load_tile, rows_of_level, store_tile
+from .attention_forward import diagonal_logits, gate_between, load_columns, load_rows_before
+from .sweep import key_moves, query_moves
+from .tiles import (
+    GATE_SPAN,
+    RUNTIME,
+    as_product,
+    blocks_of_level,
+    load_full_tile,
+    load_square,
+    load_tile,
+    move,
+    rows_of_level,
+    store_tile,
+)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
-def delta_kernel(
-    out_ptr, d_out_ptr, delta_ptr, stride_ob, stride_ot, stride_oh, stride_gb, stride_gt, stride_gh,
-    T, HQ, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+def row_kernel(
+    out_ptr, d_out_ptr, lse_ptr, gate_ptr, rows_ptr, stride_ob, stride_ot, stride_oh, stride_gb,
+    stride_gt, stride_gh, T, HQ, num_chunks, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
-    """delta [B, HQ, T] = rowsum(out * d_out), fp32."""
-    m0, q_head = tl.program_id(0) * BLOCK_M, tl.program_id(1)
+    """bias = gate - lse in log2 units and delta = rowsum(out * d_out) of every row, side by side.
+    Past the end bias is -inf, so that such a row of a chunk gets probability zero.
+    """
+    m0, q_head = tl.program_id(0) * CHUNK, tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
-    out = load_tile(
-        out_ptr + b * stride_ob + hq * stride_oh, m0, stride_ot, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V
-    )
-    d_out = load_tile(
-        d_out_ptr + b * stride_gb + hq * stride_gh, m0, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V
-    )
+    out_ptr += b * stride_ob + hq * stride_oh
+    d_out_ptr += b * stride_gb + hq * stride_gh
+    out = load_tile(out_ptr, m0, stride_ot, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
+    d_out = load_tile(d_out_ptr, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
-    rows = m0 + tl.arange(0, BLOCK_M)
-    tl.store(delta_ptr + q_head.to(tl.int64) * T + rows, delta, mask=rows < T)
+    rows = m0 + tl.arange(0, CHUNK)
+    q_head = q_head.to(tl.int64)
+    lse = tl.load(lse_ptr + q_head * T + rows, mask=rows < T, other=float("inf"))
+    bias = lse * -1.4426950408889634
+    if HAS_GATE:
+        bias += tl.load(gate_ptr + q_head * T + rows, mask=rows < T, other=0.0)
+    rows_ptr += q_head * num_chunks * CHUNK * 2
+    tl.store(rows_ptr + rows * 2, bias)
+    tl.store(rows_ptr + rows * 2 + 1, delta)
+
+
+@triton.jit
+def load_rows(rows_ptr, first, ROWS: tl.constexpr):
+    """bias and delta of consecutive query rows: see `load_columns`."""
+    pair = tl.load(rows_ptr + (first + tl.arange(0, ROWS))[:, None] * 2 + tl.arange(0, 2)[None, :])
+    return tl.split(pair)
 
 
 @triton.jit
 def query_gradient(
-    dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, lo,
-    hi, gate_q, gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
+    lo, hi, gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -48,15 +81,15 @@ def query_gradient(
     end T.
     """
     for start in range(lo, hi, BLOCK_N):
-        k = load_keys(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
-        v = load_keys(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
+        k = load_rows_before(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
+        v = load_rows_before(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
-            keys = start + tl.arange(0, BLOCK_N)
-            s += (
-                gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, start, T, gate_ref)[None, :]
-            )
-        p = tl.math.exp2(s - lse[:, None])
+            between = gate_between(offset_ptr, start, gate_ref)
+            s += (bias + between)[:, None] - load_columns(gate_ptr, start, BLOCK_N)[None, :]
+        else:
+            s += bias[:, None]
+        p = tl.math.exp2(s)
         if HAS_DOC:
             p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], p, 0.0)
         if not WHOLE:
@@ -70,17 +103,20 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr,
-    lse_ptr, delta_ptr, d_out_ptr, dq_ptr, dq_levels_ptr, d_local_ptr, row_sum_ptr, stride_qb,
-    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_dqb, stride_dqt, stride_dqh, T, HQ, num_chunks,
-    num_levels, total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
+    start_ptr, rows_ptr, d_out_ptr, incoming_ptr, dq_ptr, dq_moved_ptr, d_local_ptr, row_sum_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
+    stride_vh, stride_gb, stride_gt, stride_gh, stride_eb, stride_et, stride_eh, stride_dqb,
+    stride_dqt, stride_dqh, T, HQ, num_chunks, num_levels, total_rows, moved_rows, total_blocks,
+    scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    MOVE: tl.constexpr,
 ):  # fmt: skip
-    """Pass of one query tile. With reflections dq goes to the levels, without them to dq itself."""
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    """Pass of one query tile. dq is that of q_start with reflections, of q without. `incoming` is
+    the gradient of the queries at the start of the piece.
+    """
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
     q_head = tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
     h = hq // GROUP
@@ -89,133 +125,104 @@ def attention_dq_kernel(
     q_ptr += b * stride_qb + hq * stride_qh
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
+    d_out_ptr += b * stride_gb + hq * stride_gh
     q_levels_ptr += q_head * total_rows * BLOCK_D
-    dq_levels_ptr += q_head * total_rows * BLOCK_D
     k_levels_ptr += head * total_rows * BLOCK_D
+    dq_moved_ptr += q_head * moved_rows * BLOCK_D
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
     d_local_ptr += q_head * num_chunks * CHUNK * CHUNK
     gate_ptr += q_head * T
     offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
     logit_scale = scale * 1.4426950408889634
 
-    row = tl.arange(0, BLOCK_M)
+    row = tl.arange(0, CHUNK)
     rows = m0 + row
     gate_ref = tl.load(offset_ptr + m0 // GATE_SPAN) if HAS_GATE else 0.0
-    gate_q = row.to(tl.float32)
     first_key = rows
     document = 0
-    if HAS_GATE:
-        gate_q = load_gate(gate_ptr, offset_ptr, rows, m0, T, gate_ref)
     if HAS_DOC:
         first_key = tl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
         document = tl.load(start_ptr + b * T + m0)
-    lse = (
-        tl.load(lse_ptr + q_head * T + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
-    )
-    delta = tl.load(delta_ptr + q_head * T + rows, mask=rows < T, other=0.0)
-    d_out = load_tile(
-        d_out_ptr + b * stride_gb + hq * stride_gh, m0, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V
-    )
+    bias, delta = load_rows(rows_ptr + q_head * num_chunks * CHUNK * 2, m0, CHUNK)
+    d_out = load_tile(d_out_ptr, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
 
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_PATH:
-        q = load_query_pair(q_levels_ptr, m0, T, BLOCK_D, CHUNK, BLOCK_M)
-    else:
-        q = load_tile(q_ptr, m0, stride_qt, T, BLOCK_M, BLOCK_D, HEAD_DIM)
-
-    for part in tl.static_range(BLOCK_M // CHUNK):
-        s = diagonal_logits(
-            q, q, k_ptr, k_levels_ptr, local_ptr, m0, part, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK,
-            BLOCK_M, HAS_PATH, PRECISION,
-        )  # fmt: skip
-        s *= logit_scale
-        keys = m0 + part * CHUNK + tl.arange(0, CHUNK)
-        if HAS_GATE:
-            s += gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, m0, T, gate_ref)[None, :]
-        visible = (keys[None, :] <= rows[:, None]) & (rows < T)[:, None]
-        if HAS_DOC:
-            visible &= keys[None, :] >= first_key[:, None]
-        p = tl.where(visible, tl.math.exp2(s - lse[:, None]), 0.0)
-        v = load_tile(v_ptr, m0 + part * CHUNK, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
-        ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-        if HAS_GATE:
-            row_sum += tl.sum(ds, 1)
-        if HAS_PATH:
-            own = (row // CHUNK == part) & (rows < num_chunks * CHUNK)
-            pointers = (
-                d_local_ptr + rows.to(tl.int64)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-            )
-            tl.store(pointers, ds * scale, mask=own[:, None])
-            if (BLOCK_M > CHUNK) and (part == 0):
-                limit = tl.where(m0 + CHUNK < T, m0 // 2 + CHUNK, 0)
-                k = load_tile(k_levels_ptr, m0 // 2, BLOCK_D, limit, CHUNK, BLOCK_D, BLOCK_D)
-                square = tl.where(own[:, None], 0.0, ds).to(k.dtype)
-                pair = tl.dot(square, k, input_precision=PRECISION) * scale
-                pointers = (
-                    dq_levels_ptr
-                    + (m0 // 2 + row - CHUNK)[:, None] * BLOCK_D
-                    + tl.arange(0, BLOCK_D)[None, :]
-                )
-                mask = (row >= CHUNK) & (rows < num_chunks * CHUNK)
-                tl.store(pointers, pair.to(dq_levels_ptr.dtype.element_ty), mask=mask[:, None])
-        else:
-            k = load_tile(k_ptr, m0 + part * CHUNK, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    dq = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+    row_sum = tl.zeros([CHUNK], tl.float32)
+    q = load_tile(q_ptr, m0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
+    s = diagonal_logits(
+        q, k_ptr, local_ptr, m0, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK, HAS_PATH, PRECISION
+    )  # fmt: skip
+    s = s * logit_scale + bias[:, None]
+    if HAS_GATE:
+        s -= tl.load(gate_ptr + rows, mask=rows < T, other=0.0)[None, :]
+    visible = (rows[None, :] <= rows[:, None]) & (rows < T)[:, None]
+    if HAS_DOC:
+        visible &= rows[None, :] >= first_key[:, None]
+    p = tl.where(visible, tl.math.exp2(s), 0.0)
+    v = load_tile(v_ptr, m0, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
+    ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    if HAS_GATE:
+        row_sum += tl.sum(ds, 1)
 
     if HAS_PATH:
-        row_base = 0
-        for level in range(0, num_levels):
-            half = CHUNK << level
+        store_tile(d_local_ptr, m0, CHUNK, m0 + CHUNK, ds * scale, CHUNK, CHUNK, CHUNK)
+        PIECE: tl.constexpr = incoming_ptr is not None
+        if PIECE:
+            incoming_ptr += b * stride_eb + hq * stride_eh
+            incoming = load_tile(incoming_ptr, m0, stride_et, T, CHUNK, BLOCK_D, HEAD_DIM)
+            dq = as_product(incoming.to(tl.float32) / scale)
+        row_base = total_rows
+        block_base = head * total_blocks + total_blocks - 2
+        for step in range(num_levels):
+            half = CHUNK << (num_levels - 1 - step)
             block = m0 // half
-            if (half >= BLOCK_M) & (block % 2 == 1):
+            row_base -= rows_of_level(T, num_levels - 1 - step, CHUNK)
+            block_base -= blocks_of_level(T, half)
+            if (block % 2 == 1) & ((block * half > document) | PIECE):
                 left = (block - 1) * half
-                shift = row_base - left // 2
-                here = row_base + left // 2 + m0 - block * half
-                end = row_base + left // 2 + num_chunks * CHUNK - block * half
-                q = load_tile(q_levels_ptr, here, BLOCK_D, end, BLOCK_M, BLOCK_D, BLOCK_D)
+                here = row_base + left // 2 + m0 % half
+                if query_moves(m0, half, PIECE):
+                    store_tile(
+                        dq_moved_ptr, here, BLOCK_D, moved_rows, dq * scale, CHUNK, BLOCK_D, BLOCK_D
+                    )
+                    product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
+                    dq = move(dq, product, False, MOVE)
+                q_here = load_full_tile(q_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
+                shift = tl.cast(row_base - left // 2, tl.int64)
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
-                dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
                 dq, row_sum = query_gradient(
-                    dq, row_sum, q, d_out, lse, delta, k_levels_ptr + tl.cast(shift, tl.int64) *
-                    BLOCK_D, v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half,
-                    gate_q, gate_ref, first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V,
-                    BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION,
+                    dq, row_sum, q_here, d_out, bias, delta, k_levels_ptr + shift * BLOCK_D, v_ptr,
+                    gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_ref,
+                    first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
+                    True, HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
-                store_tile(dq_levels_ptr, here, BLOCK_D, end, dq * scale, BLOCK_M, BLOCK_D, BLOCK_D)
-            row_base += rows_of_level(T, level, CHUNK)
+        dq_ptr += q_head * num_chunks * CHUNK * BLOCK_D
+        store_tile(dq_ptr, m0, BLOCK_D, m0 + CHUNK, dq * scale, CHUNK, BLOCK_D, BLOCK_D)
     else:
-        dq, row_sum = query_gradient(
-            dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt,
-            stride_vt, document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T,
-            logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC,
-            PRECISION,
-        )  # fmt: skip
-        store_tile(
-            dq_ptr + b * stride_dqb + hq * stride_dqh,
-            m0,
-            stride_dqt,
-            T,
-            dq * scale,
-            BLOCK_M,
-            BLOCK_D,
-            HEAD_DIM,
-        )
+        k = load_tile(k_ptr, m0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        if m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
+            dq, row_sum = query_gradient(
+                dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt,
+                stride_vt, document // BLOCK_N * BLOCK_N, m0, gate_ref, first_key, T, logit_scale,
+                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC,
+                PRECISION,
+            )  # fmt: skip
+        dq_ptr += b * stride_dqb + hq * stride_dqh
+        store_tile(dq_ptr, m0, stride_dqt, T, dq * scale, CHUNK, BLOCK_D, HEAD_DIM)
     if HAS_GATE:
         tl.store(row_sum_ptr + q_head * T + rows, row_sum, mask=rows < T)
 
 
 @triton.jit
 def key_gradient(
-    dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, square, MASKED: tl.constexpr,
+    dk, dv, col_sum, s, v, q, d_out, delta, visible, MASKED: tl.constexpr,
     NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of transposed base-2 logits s [N, M]: adds to dk (without scale), dv and the column
-    sums of ds.
-
-    MASKED: only `visible` pairs count at all, and only those of `square` reach dk.
+    """One tile of transposed base-2 logits s [N, M], less log-sum-exp: adds to dk (without scale),
+    dv and the column sums of ds. MASKED: only `visible` pairs count.
     """
-    p = tl.math.exp2(s - lse[None, :])
+    p = tl.math.exp2(s)
     if MASKED:
         p = tl.where(visible, p, 0.0)
     dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
@@ -224,83 +231,59 @@ def key_gradient(
         if HAS_GATE:
             col_sum += tl.sum(ds, 1)
         if NEEDS_DK:
-            if MASKED:
-                ds = tl.where(square, ds, 0.0)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv, col_sum
 
 
 @triton.jit
-def load_rows(lse_ptr, delta_ptr, rows, T):
-    """Base-2 log-sum-exp and delta of query rows; a row past the end gets probability zero."""
-    lse = tl.load(lse_ptr + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
-    return lse, tl.load(delta_ptr + rows, mask=rows < T, other=0.0)
-
-
-@triton.jit
 def key_pass(
-    dk, dv, col_sum, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, gate_ptr, offset_ptr, start_ptr,
+    dk, dv, col_sum, k, v, q_ptr, d_out_ptr, rows_ptr, offset_ptr, start_ptr,
     stride_q, stride_gt, lo, hi, T, keys, gate_k, gate_ref, scale, Q_WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    WHOLE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The query rows lo ... hi - 1 of one head, all of them after the keys. WHOLE: no tile passes
-    the end T.
+    """The query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL not.
+    WHOLE: no tile passes the end T.
     """
     for m in range(lo, hi, BLOCK_M):
         rows = m + tl.arange(0, BLOCK_M)
-        if WHOLE:
-            q = load_full_tile(q_ptr, m, stride_q, BLOCK_M, BLOCK_D, Q_WIDTH)
-            d_out = load_full_tile(d_out_ptr, m, stride_gt, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
-            lse = tl.load(lse_ptr + rows) * 1.4426950408889634
-            delta = tl.load(delta_ptr + rows)
-        else:
-            q = load_tile(q_ptr, m, stride_q, T, BLOCK_M, BLOCK_D, Q_WIDTH)
-            d_out = load_tile(d_out_ptr, m, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
-            lse, delta = load_rows(lse_ptr, delta_ptr, rows, T)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+        q = load_rows_before(q_ptr, m, stride_q, T, BLOCK_M, BLOCK_D, Q_WIDTH, WHOLE)
+        d_out = load_rows_before(d_out_ptr, m, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V, WHOLE)
+        bias, delta = load_rows(rows_ptr, m, BLOCK_M)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias[None, :]
         if HAS_GATE:
-            gate_q = load_gate(gate_ptr, offset_ptr, rows, m, T, gate_ref)
-            s += gate_q[None, :] - gate_k[:, None]
+            s -= (gate_k + gate_between(offset_ptr, m, gate_ref))[:, None]
         visible = True
+        if CAUSAL:
+            visible = keys[:, None] <= rows[None, :]
         if HAS_DOC:
             first_key = tl.load(start_ptr + rows, mask=rows < T, other=0)
-            visible = keys[:, None] >= first_key[None, :]
+            visible &= keys[:, None] >= first_key[None, :]
         dk, dv, col_sum = key_gradient(
-            dk,
-            dv,
-            col_sum,
-            s,
-            v,
-            q,
-            d_out,
-            lse,
-            delta,
-            visible,
-            visible,
-            HAS_DOC,
-            True,
-            HAS_GATE,
+            dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
             PRECISION,
-        )
+        )  # fmt: skip
     return dk, dv, col_sum
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr,
-    end_ptr, lse_ptr, delta_ptr, d_out_ptr, dk_ptr, dv_ptr, dk_levels_ptr, col_sum_ptr, stride_qb,
-    stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt,
-    stride_dvh, T, HQ, num_chunks, num_levels, total_rows, scale, GROUP: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
+    start_ptr, end_ptr, rows_ptr, d_out_ptr, incoming_ptr, dk_ptr, dv_ptr, dk_moved_ptr,
+    col_sum_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
+    stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_eb, stride_et, stride_eh,
+    stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt, stride_dvh, T, HQ, num_chunks,
+    num_levels, total_rows, moved_rows, total_blocks, scale, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, MOVE: tl.constexpr,
 ):  # fmt: skip
-    """Pass of one key tile over every query head of its group; logits are transposed, [BLOCK_N,
-    rows].
+    """Pass of one key tile over every query head of its group; logits are transposed, [CHUNK,
+    rows]. dk is that of k_end with reflections, of k without. `incoming` is the gradient of the
+    keys at the end of the piece.
     """
-    n0 = tl.program_id(0) * BLOCK_N
+    n0 = tl.program_id(0) * CHUNK
     head = tl.program_id(1)
     H = HQ // GROUP
     b, h = (head // H).to(tl.int64), head % H
@@ -309,13 +292,13 @@ def attention_dkdv_kernel(
     q_ptr += b * stride_qb + h * GROUP * stride_qh
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
+    dv_ptr += b * stride_dvb + h * stride_dvh
     d_out_ptr += b * stride_gb + h * GROUP * stride_gh
     q_levels_ptr += q_head * total_rows * BLOCK_D
     k_levels_ptr += head * total_rows * BLOCK_D
-    dk_levels_ptr += head * total_rows * BLOCK_D
+    dk_moved_ptr += head * moved_rows * BLOCK_D
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
-    lse_ptr += q_head * T
-    delta_ptr += q_head * T
+    rows_ptr += q_head * num_chunks * CHUNK * 2
     spans = tl.cdiv(T, GATE_SPAN)
     gate_ptr += q_head * T
     offset_ptr += q_head * spans
@@ -323,102 +306,82 @@ def attention_dkdv_kernel(
     start_ptr += b * T
     logit_scale = scale * 1.4426950408889634
 
-    key = tl.arange(0, BLOCK_N)
+    key = tl.arange(0, CHUNK)
     keys = n0 + key
-    v = load_tile(v_ptr, n0, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
+    v = load_tile(v_ptr, n0, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
+    k = load_tile(k_ptr, n0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
     reach = T
     if HAS_DOC:
-        reach = tl.load(end_ptr + b * T + tl.minimum(n0 + BLOCK_N, T) - 1)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    if HAS_PATH:
-        pair_end = tl.where((n0 + CHUNK < T) & (BLOCK_N > CHUNK), n0 // 2 + CHUNK, 0)
-        k = load_tile(k_levels_ptr, n0 // 2, BLOCK_D, pair_end, BLOCK_N, BLOCK_D, BLOCK_D)
-    else:
-        k = load_tile(k_ptr, n0, stride_kt, T, BLOCK_N, BLOCK_D, HEAD_DIM)
+        reach = tl.load(end_ptr + b * T + tl.minimum(n0 + CHUNK, T) - 1)
+    dv = tl.zeros([CHUNK, BLOCK_DV], tl.float32)
+    dk = tl.zeros([CHUNK, BLOCK_D], tl.float32)
 
     for g in tl.range(GROUP, num_stages=1):
-        col_sum = tl.zeros([BLOCK_N], tl.float32)
+        col_sum = tl.zeros([CHUNK], tl.float32)
         gate_ref = tl.load(offset_ptr + g * spans + n0 // GATE_SPAN) if HAS_GATE else 0.0
         gate_k = key.to(tl.float32)
         if HAS_GATE:
             gate_k = tl.load(gate_ptr + g * T + keys, mask=keys < T, other=0.0)
-        for part in tl.static_range(BLOCK_N // CHUNK):
-            m0 = n0 + part * CHUNK
-            rows = m0 + tl.arange(0, CHUNK)
-            lse, delta = load_rows(lse_ptr + g * T, delta_ptr + g * T, rows, T)
-            d_out = load_tile(
-                d_out_ptr + g * stride_gh, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V
-            )
-            own = (key // CHUNK == part)[:, None]
-            if HAS_PATH:
-                pointers = (
-                    local_ptr
-                    + (g * num_chunks * CHUNK + rows)[None, :] * CHUNK
-                    + (key % CHUNK)[:, None]
-                )
-                s = tl.load(pointers, mask=own & (rows < T)[None, :], other=0.0)
-                limit = tl.where(part > 0, n0 // 2 + T - m0, 0)
-                q = load_tile(
-                    q_levels_ptr + tl.cast(g, tl.int64) * total_rows * BLOCK_D,
-                    n0 // 2,
-                    BLOCK_D,
-                    limit,
-                    CHUNK,
-                    BLOCK_D,
-                    BLOCK_D,
-                )
-                if part > 0:
-                    s = tl.where(own, s, tl.dot(k, tl.trans(q), input_precision=PRECISION))
-            else:
-                q = load_tile(q_ptr + g * stride_qh, m0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
-                s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            s *= logit_scale
+        group_rows_ptr = rows_ptr + g * num_chunks * CHUNK * 2
+        if HAS_PATH:
+            # the local logits' dk is the chunk backward's
+            first = (g * num_chunks * CHUNK + n0).to(tl.int64) * CHUNK
+            s = tl.load(local_ptr + first + key[None, :] * CHUNK + key[:, None])
+            bias, delta = load_rows(group_rows_ptr, n0, CHUNK)
+            s = s * logit_scale + bias[None, :]
             if HAS_GATE:
-                gate_q = load_gate(gate_ptr + g * T, offset_ptr + g * spans, rows, n0, T, gate_ref)
-                s += gate_q[None, :] - gate_k[:, None]
-            visible = (keys[:, None] <= rows[None, :]) & (rows < T)[None, :]
+                s -= gate_k[:, None]
+            visible = keys[:, None] <= keys[None, :]
             if HAS_DOC:
-                first_key = tl.load(start_ptr + rows, mask=rows < T, other=0)
+                first_key = tl.load(start_ptr + keys, mask=keys < T, other=0)
                 visible &= keys[:, None] >= first_key[None, :]
-            # the local logits' dk is the chunk backward's; only the square between two chunks
-            # enters here
-            square = visible if not HAS_PATH else visible & (own == 0)
+            d_out = load_tile(
+                d_out_ptr + g * stride_gh, n0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V
+            )
             dk, dv, col_sum = key_gradient(
-                dk, dv, col_sum, s, v, q, d_out, lse, delta, visible, square, True, (not HAS_PATH)
-                or part > 0, HAS_GATE, PRECISION,
+                dk, dv, col_sum, s, v, d_out, d_out, delta, visible, True, False, HAS_GATE,
+                PRECISION,
             )  # fmt: skip
-        if not HAS_PATH:
-            lo = n0 + BLOCK_N
-            middle = tl.maximum(lo, tl.minimum(reach, T // BLOCK_M * BLOCK_M))
-            for whole in tl.static_range(2):
+        else:
+            middle = tl.maximum(n0 + CHUNK, tl.minimum(reach, T // BLOCK_M * BLOCK_M))
+            for part in tl.static_range(3):  # the diagonal, whole tiles, what is left
                 dk, dv, col_sum = key_pass(
-                    dk, dv, col_sum, k, v, q_ptr + g * stride_qh, d_out_ptr + g * stride_gh, lse_ptr
-                    + g * T, delta_ptr + g * T, gate_ptr + g * T, offset_ptr + g * spans, start_ptr,
-                    stride_qt, stride_gt, lo if whole == 0 else middle, middle if whole == 0 else
-                    reach, T, keys, gate_k, gate_ref, logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V,
-                    BLOCK_DV, BLOCK_M, whole == 0, HAS_GATE, HAS_DOC, PRECISION,
+                    dk, dv, col_sum, k, v, q_ptr + g * stride_qh, d_out_ptr + g * stride_gh,
+                    group_rows_ptr, offset_ptr + g * spans, start_ptr, stride_qt, stride_gt,
+                    n0 if part == 0 else n0 + CHUNK if part == 1 else middle,
+                    n0 + CHUNK if part == 0 else middle if part == 1 else reach,
+                    T, keys, gate_k, gate_ref, logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
+                    BLOCK_M, part == 1, part == 0, HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
         if HAS_GATE:
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
 
     if HAS_PATH:
-        if BLOCK_N > CHUNK:
-            store_tile(
-                dk_levels_ptr, n0 // 2, BLOCK_D, pair_end, dk * scale, BLOCK_N, BLOCK_D, BLOCK_D
-            )
-        row_base = 0
-        for level in range(0, num_levels):
-            half = CHUNK << level
-            right = (n0 // half + 1) * half
-            if (half >= BLOCK_N) & (n0 // half % 2 == 0) & (right < T):
+        PIECE: tl.constexpr = incoming_ptr is not None
+        if PIECE:
+            incoming_ptr += b * stride_eb + h * stride_eh
+            incoming = load_tile(incoming_ptr, n0, stride_et, T, CHUNK, BLOCK_D, HEAD_DIM)
+            dk = as_product(incoming.to(tl.float32) / scale)
+        row_base = total_rows
+        block_base = head * total_blocks + total_blocks - 2
+        for step in range(num_levels):
+            half = CHUNK << (num_levels - 1 - step)
+            block = n0 // half
+            right = (block + 1) * half
+            row_base -= rows_of_level(T, num_levels - 1 - step, CHUNK)
+            block_base -= blocks_of_level(T, half)
+            if (block % 2 == 0) & (right < (T if PIECE else reach)):
                 here = row_base + (right - half) // 2 + n0 % half
-                end = row_base + (right + half) // 2
+                if key_moves(n0, half, T, PIECE):
+                    store_tile(
+                        dk_moved_ptr, here, BLOCK_D, moved_rows, dk * scale, CHUNK, BLOCK_D, BLOCK_D
+                    )
+                    product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
+                    dk = move(dk, product, True, MOVE)
                 shift = tl.cast(row_base + (right - half) // 2 - right, tl.int64)
-                k = load_tile(k_levels_ptr, here, BLOCK_D, end, BLOCK_N, BLOCK_D, BLOCK_D)
-                dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+                k_here = load_full_tile(k_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
                 for g in tl.range(GROUP, num_stages=1):
-                    col_sum = tl.zeros([BLOCK_N], tl.float32)
+                    col_sum = tl.zeros([CHUNK], tl.float32)
                     gate_ref = (
                         tl.load(offset_ptr + g * spans + n0 // GATE_SPAN) if HAS_GATE else 0.0
                     )
@@ -429,37 +392,21 @@ def attention_dkdv_kernel(
                     middle = tl.maximum(right, tl.minimum(hi, T // BLOCK_M * BLOCK_M))
                     for whole in tl.static_range(2):
                         dk, dv, col_sum = key_pass(
-                            dk, dv, col_sum, k, v, q_levels_ptr + (g * total_rows + shift) *
-                            BLOCK_D, d_out_ptr + g * stride_gh, lse_ptr + g * T, delta_ptr + g * T,
-                            gate_ptr + g * T, offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt,
+                            dk, dv, col_sum, k_here, v, q_levels_ptr + (g * total_rows + shift) *
+                            BLOCK_D, d_out_ptr + g * stride_gh, rows_ptr + g * num_chunks * CHUNK
+                            * 2,
+                            offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt,
                             right if whole == 0 else middle, middle if whole == 0 else hi, T, keys,
                             gate_k, gate_ref, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
-                            BLOCK_M, whole == 0, HAS_GATE, HAS_DOC, PRECISION,
+                            BLOCK_M, whole == 0, False, HAS_GATE, HAS_DOC, PRECISION,
                         )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads
                         col_sum += tl.load(col_sum_ptr + g * T + keys)
                         tl.store(col_sum_ptr + g * T + keys, col_sum)
-                store_tile(dk_levels_ptr, here, BLOCK_D, end, dk * scale, BLOCK_N, BLOCK_D, BLOCK_D)
-            row_base += rows_of_level(T, level, CHUNK)
+        dk_ptr += head * num_chunks * CHUNK * BLOCK_D
+        store_tile(dk_ptr, n0, BLOCK_D, n0 + CHUNK, dk * scale, CHUNK, BLOCK_D, BLOCK_D)
     else:
-        store_tile(
-            dk_ptr + b * stride_dkb + h * stride_dkh,
-            n0,
-            stride_dkt,
-            T,
-            dk * scale,
-            BLOCK_N,
-            BLOCK_D,
-            HEAD_DIM,
-        )
-    store_tile(
-        dv_ptr + b * stride_dvb + h * stride_dvh,
-        n0,
-        stride_dvt,
-        T,
-        dv,
-        BLOCK_N,
-        BLOCK_DV,
-        HEAD_DIM_V,
-    )
+        dk_ptr += b * stride_dkb + h * stride_dkh
+        store_tile(dk_ptr, n0, stride_dkt, T, dk * scale, CHUNK, BLOCK_D, HEAD_DIM)
+    store_tile(dv_ptr, n0, stride_dvt, T, dv, CHUNK, BLOCK_DV, HEAD_DIM_V)

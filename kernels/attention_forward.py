@@ -1,10 +1,10 @@
 """Softmax attention over the dyadic squares: FlashAttention whose q and k change frame between
 levels.
 
-A program owns BLOCK_M query rows of one head. The diagonal tile takes its logits from the chunks'
-local logits (and, where two chunks share the tile, from the square between them); every level at
-which the tile lies in a right block adds plain dense attention to the left sibling's keys. Without
-reflections the same passes run over the original q and k.
+A program owns the queries of one chunk of one head. The diagonal tile takes its logits from the
+chunk's local logits; every level at which the chunk lies in a right block adds plain dense
+attention to the left sibling's keys. Without reflections the same passes run over the original q
+and k.
 
 Gate: G is a running sum, in log2 units. It is kept as fp32 sums from the start of each GATE_SPAN
 tokens and fp64 offsets of these spans, so that differences of near pairs stay exact at any
@@ -14,7 +14,15 @@ position.
 import triton
 import triton.language as tl
 
-from .tiles import GATE_SPAN, RUNTIME, load_full_tile, load_tile, rows_of_level, store_tile
+from .tiles import (
+    GATE_SPAN,
+    RUNTIME,
+    load_full_tile,
+    load_tile,
+    rows_of_level,
+    store_tile,
+    tile_pointers,
+)
 
 
 @triton.jit
@@ -31,24 +39,31 @@ def softmax_step(acc, l_i, m_i, s, v, HAS_DOC: tl.constexpr, PRECISION: tl.const
 
 
 @triton.jit
-def load_gate(gate_ptr, offset_ptr, rows, first_row, T, gate_ref):
-    """Gate sums of the rows of one tile less the reference, in fp32: exact for near pairs.
-
-    Without offsets the sums are taken as they are.
+def gate_between(offset_ptr, first_key, gate_ref):
+    """Gate sum of the whole spans from the one of first_key to the one that starts at gate_ref, or
+    zero where the sums have no offsets.
     """
     if offset_ptr is None:
-        return tl.load(gate_ptr + rows, mask=rows < T, other=0.0)
+        return 0.0
     else:
-        shift = (tl.load(offset_ptr + first_row // GATE_SPAN) - gate_ref).to(tl.float32)
-        return tl.load(gate_ptr + rows, mask=rows < T, other=0.0) + shift
+        return (gate_ref - tl.load(offset_ptr + first_key // GATE_SPAN)).to(tl.float32)
 
 
 @triton.jit
-def load_keys(
+def load_columns(ptr, first, COLS: tl.constexpr):
+    """COLS consecutive values that every row of a tile needs. Fetched twice, they are elements
+    enough for the compiler to copy each once; else every warp would fetch all of them.
+    """
+    both = tl.load(ptr + (first + tl.arange(0, COLS))[:, None] + tl.zeros([1, 2], tl.int32))
+    return tl.split(both)[0]
+
+
+@triton.jit
+def load_rows_before(
     ptr, first_row, stride, T, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Tile of keys or values; zero from row T on unless WHOLE."""
+    """`load_tile` of the rows before T; WHOLE: that is all of them."""
     if WHOLE:
         return load_full_tile(ptr, first_row, stride, ROWS, COLS, WIDTH)
     else:
@@ -64,61 +79,39 @@ def attend(
 ):  # fmt: skip
     """Dense attention to the keys lo ... hi - 1, all visible but for documents. WHOLE: no tile
     passes the end T.
+
+    The gate's offset is loaded a tile ahead by hand: the compiler's pipeline would put it into
+    shared memory, 16 bytes too many for two programs on an SM at width 128.
     """
+    between = gate_between(offset_ptr, lo, gate_ref) if HAS_GATE else 0.0
     for start in range(lo, hi, BLOCK_N):
-        k = load_keys(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
+        k = load_rows_before(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
-            keys = start + tl.arange(0, BLOCK_N)
-            s += (
-                gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, start, T, gate_ref)[None, :]
-            )
+            s += (gate_q + between)[:, None] - load_columns(gate_ptr, start, BLOCK_N)[None, :]
+            between = gate_between(offset_ptr, start + BLOCK_N, gate_ref)
         if HAS_DOC:
             s = tl.where(
                 start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], s, float("-inf")
             )
         if not WHOLE:
             s = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], s, float("-inf"))
-        v = load_keys(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
+        v = load_rows_before(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
         acc, l_i, m_i = softmax_step(acc, l_i, m_i, s, v, HAS_DOC, PRECISION)
     return acc, l_i, m_i
 
 
 @triton.jit
 def diagonal_logits(
-    q, q_pair, k_ptr, k_levels_ptr, local_ptr, m0, part: tl.constexpr, stride_kt, T,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    HAS_PATH: tl.constexpr, PRECISION: tl.constexpr,
+    q, k_ptr, local_ptr, m0, stride_kt, T, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_PATH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Unscaled logits [BLOCK_M, CHUNK] of the tile's rows with its own chunk `part`; not yet
-    masked.
-    """
+    """Unscaled logits of a chunk with itself; not yet masked."""
     if HAS_PATH:
-        row = tl.arange(0, BLOCK_M)
-        own = row // CHUNK == part
-        pointers = (
-            local_ptr + (m0 + row).to(tl.int64)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        )
-        s = tl.load(pointers, mask=(own & (m0 + row < T))[:, None], other=0.0)
-        if (BLOCK_M > CHUNK) and (part == 0):
-            limit = tl.where(m0 + CHUNK < T, m0 // 2 + CHUNK, 0)
-            k = load_tile(k_levels_ptr, m0 // 2, BLOCK_D, limit, CHUNK, BLOCK_D, BLOCK_D)
-            s = tl.where(own[:, None], s, tl.dot(q_pair, tl.trans(k), input_precision=PRECISION))
+        return tl.load(tile_pointers(local_ptr, m0, CHUNK, CHUNK, CHUNK))
     else:
-        k = load_tile(k_ptr, m0 + part * CHUNK, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    return s
-
-
-@triton.jit
-def load_query_pair(
-    q_levels_ptr, m0, T, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr
-):  # fmt: skip
-    """Level-0 queries of a tile of two chunks, in the second chunk's rows [BLOCK_M, BLOCK_D]."""
-    row = tl.arange(0, BLOCK_M)
-    pointers = (m0 // 2 + row - CHUNK)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    mask = (row >= CHUNK) & (m0 + row < T)
-    return tl.load(q_levels_ptr + pointers, mask=mask[:, None], other=0.0)
+        k = load_tile(k_ptr, m0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
+        return tl.dot(q, tl.trans(k), input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -127,12 +120,11 @@ def attention_forward_kernel(
     out_ptr, lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
     stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, T, HQ, num_chunks, num_levels,
     total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output and natural log-sum-exp of BLOCK_M rows. `scale` and the gate are in log2 units."""
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    """Output and natural log-sum-exp of a chunk. `scale` and the gate are in log2 units."""
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
     q_head = tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
     h = hq // GROUP
@@ -147,78 +139,62 @@ def attention_forward_kernel(
     gate_ptr += q_head * T
     offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
 
-    row = tl.arange(0, BLOCK_M)
+    row = tl.arange(0, CHUNK)
     rows = m0 + row
     gate_ref = tl.load(offset_ptr + m0 // GATE_SPAN) if HAS_GATE else 0.0
     gate_q = row.to(tl.float32)
     first_key = rows
     document = 0
     if HAS_GATE:
-        gate_q = load_gate(gate_ptr, offset_ptr, rows, m0, T, gate_ref)
+        gate_q = tl.load(gate_ptr + rows, mask=rows < T, other=0.0)
     if HAS_DOC:
         first_key = tl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
         document = tl.load(start_ptr + b * T + m0)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if HAS_PATH:
-        q = load_query_pair(q_levels_ptr, m0, T, BLOCK_D, CHUNK, BLOCK_M)
-    else:
-        q = load_tile(q_ptr, m0, stride_qt, T, BLOCK_M, BLOCK_D, HEAD_DIM)
-
-    for part in tl.static_range(BLOCK_M // CHUNK):
-        s = diagonal_logits(
-            q, q, k_ptr, k_levels_ptr, local_ptr, m0, part, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK,
-            BLOCK_M, HAS_PATH, PRECISION,
-        )  # fmt: skip
-        s *= scale
-        keys = m0 + part * CHUNK + tl.arange(0, CHUNK)
-        if HAS_GATE:
-            s += gate_q[:, None] - load_gate(gate_ptr, offset_ptr, keys, m0, T, gate_ref)[None, :]
-        visible = keys[None, :] <= rows[:, None]
-        if HAS_DOC:
-            visible &= keys[None, :] >= first_key[:, None]
-        s = tl.where(visible, s, float("-inf"))
-        v = load_tile(v_ptr, m0 + part * CHUNK, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
-        acc, l_i, m_i = softmax_step(acc, l_i, m_i, s, v, HAS_DOC, PRECISION)
+    acc = tl.zeros([CHUNK, BLOCK_DV], tl.float32)
+    l_i = tl.zeros([CHUNK], tl.float32)
+    m_i = tl.full([CHUNK], float("-inf"), tl.float32)
+    q = load_tile(q_ptr, m0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
+    s = diagonal_logits(
+        q, k_ptr, local_ptr, m0, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK, HAS_PATH, PRECISION
+    )  # fmt: skip
+    s *= scale
+    if HAS_GATE:
+        s += gate_q[:, None] - gate_q[None, :]
+    visible = rows[None, :] <= rows[:, None]
+    if HAS_DOC:
+        visible &= rows[None, :] >= first_key[:, None]
+    s = tl.where(visible, s, float("-inf"))
+    v = load_tile(v_ptr, m0, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
+    acc, l_i, m_i = softmax_step(acc, l_i, m_i, s, v, HAS_DOC, PRECISION)
 
     if HAS_PATH:
         row_base = 0
         for level in range(0, num_levels):
             half = CHUNK << level
             block = m0 // half
-            if (half >= BLOCK_M) & (block % 2 == 1):
+            if block % 2 == 1:
                 left = (block - 1) * half
                 shift = row_base - left // 2
-                q = load_tile(q_levels_ptr, row_base + left // 2 + m0 - block * half, BLOCK_D,
-                              row_base + left // 2 + T - block * half, BLOCK_M, BLOCK_D,
-                              BLOCK_D)  # fmt: skip
+                here = row_base + left // 2 + m0 % half
+                q_here = load_full_tile(q_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
                 acc, l_i, m_i = attend(
-                    acc, l_i, m_i, q, k_levels_ptr + tl.cast(shift, tl.int64) * BLOCK_D, v_ptr,
+                    acc, l_i, m_i, q_here, k_levels_ptr + tl.cast(shift, tl.int64) * BLOCK_D, v_ptr,
                     gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref,
                     first_key, T, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True,
                     HAS_GATE, HAS_DOC, PRECISION,
                 )  # fmt: skip
             row_base += rows_of_level(T, level, CHUNK)
-    else:
+    elif m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
         acc, l_i, m_i = attend(
-            acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, document //
-            BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T, scale, HEAD_DIM, BLOCK_D,
-            HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION,
+            acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
+            document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T, scale, HEAD_DIM,
+            BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip
 
+    out_ptr += b * stride_ob + hq * stride_oh
     out = acc / l_i[:, None]
-    store_tile(
-        out_ptr + b * stride_ob + hq * stride_oh,
-        m0,
-        stride_ot,
-        T,
-        out,
-        BLOCK_M,
-        BLOCK_DV,
-        HEAD_DIM_V,
-    )
+    store_tile(out_ptr, m0, stride_ot, T, out, CHUNK, BLOCK_DV, HEAD_DIM_V)
     lse = (m_i + tl.math.log2(l_i)) * 0.6931471805599453
     tl.store(lse_ptr + q_head * T + rows, lse, mask=rows < T)

@@ -1,4 +1,4 @@
-"""One chunk: the UT transform's triangular inverse. Gradients: chunk_backward.py.
+"""One chunk: the UT transform's triangular inverse and product. Gradients: chunk_backward.py.
 
 With W [C, D] the chunk's unit vectors, B = diag(beta), S = strict upper triangle of W W^T:
 
@@ -12,7 +12,22 @@ With W [C, D] the chunk's unit vectors, B = diag(beta), S = strict upper triangl
 import triton
 import triton.language as tl
 
-from .tiles import RUNTIME, dot, load_square, load_tile
+from .tiles import RUNTIME, dot, load_square, load_tile, split
+
+
+@triton.jit
+def exact_dot(a, b, PRECISION: tl.constexpr):
+    """a b of fp32 tiles to fp32's precision. "bf16x6": three 16-bit terms of each, without Triton's
+    own care for infinities.
+    """
+    if PRECISION != "bf16x6":
+        return tl.dot(a, b, input_precision=PRECISION)
+    a_high = a.to(tl.bfloat16)
+    a_mid, a_low = split(a - a_high.to(tl.float32), tl.bfloat16)
+    b_high = b.to(tl.bfloat16)
+    b_mid, b_low = split(b - b_high.to(tl.float32), tl.bfloat16)
+    acc = tl.dot(a_high, b_low, tl.dot(a_low, b_high, tl.dot(a_mid, b_mid)))
+    return tl.dot(a_high, b_high, tl.dot(a_high, b_mid, tl.dot(a_mid, b_high, acc)))
 
 
 @triton.jit
@@ -26,76 +41,81 @@ def merge_blocks(inverse, n, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION:
     corner = (block[:, None] + 1 == block[None, :]) & (block[:, None] % 2 == 0)
     if len(n.shape) == 3:
         corner = corner[None, :, :]
-    edge = tl.dot(tl.where(corner, n, 0.0), inverse, input_precision=PRECISION)
-    return inverse - tl.dot(inverse, edge, input_precision=PRECISION)
+    edge = exact_dot(tl.where(corner, n, 0.0), inverse, PRECISION)
+    return inverse - exact_dot(inverse, edge, PRECISION)
+
+
+@triton.jit
+def invert_diagonal(inverse_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """(I + n)^-1 of the diagonal blocks of n [C, C], fp32, in place."""
+    PARTS: tl.constexpr = CHUNK // BLOCK
+    offs = tl.arange(0, BLOCK)
+    rows = tl.arange(0, PARTS)[:, None] * BLOCK + offs[None, :]
+    blocks = inverse_ptr + rows[:, :, None] * CHUNK + rows[:, None, :]
+    n = tl.load(blocks)
+    # blocks of two are inverted by a sign
+    pair = (offs[:, None] % 2 == 0) & (offs[:, None] + 1 == offs[None, :])
+    one = tl.where(offs[:, None] == offs[None, :], 1.0, 0.0)
+    inverse = one[None, :, :] - tl.where(pair[None, :, :], n, 0.0)
+    inverse = merge_blocks(inverse, n, BLOCK, 2, "ieee")
+    inverse = merge_blocks(inverse, n, BLOCK, 4, "ieee")
+    inverse = merge_blocks(inverse, n, BLOCK, 8, "ieee")
+    tl.store(blocks, inverse)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
-def chunk_inverse_kernel(
-    w_ptr, beta_ptr, inverse_ptr, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    T, H, num_chunks, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+def chunk_kernel(
+    w_ptr, beta_ptr, inverse_ptr, product_ptr, stride_wb, stride_wt, stride_wh, stride_bb,
+    stride_bt, stride_bh, T, H, num_chunks, num_blocks, total_blocks, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
-    """M^-1 [C, C] of every chunk by blocked substitution, fp32."""
+    """M^-1 [C, C] of every chunk by blocked substitution, fp32, and P of the first num_blocks."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     w_ptr += b * stride_wb + h * stride_wh
     beta_ptr += b * stride_bb + h * stride_bh
-    first = chunk * CHUNK
-    inverse_ptr += (head.to(tl.int64) * num_chunks + chunk) * CHUNK * CHUNK
-
-    # diagonal blocks, computed as a batch: cutting them out of the whole product costs 200
-    # registers
-    PARTS: tl.constexpr = CHUNK // 16
-    rows = tl.arange(0, PARTS)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    offs_d = tl.arange(0, BLOCK_D)
-    mask = (first + rows < T)[:, :, None] & (offs_d < HEAD_DIM)[None, None, :]
-    base = w_ptr + first.to(tl.int64) * stride_wt
-    w = tl.load(base + rows[:, :, None] * stride_wt + offs_d[None, None, :], mask=mask, other=0.0)
-    beta = tl.load(beta_ptr + (first + rows) * stride_bt, mask=first + rows < T, other=0.0)
-    offs = tl.arange(0, 16)
-    upper = (offs[:, None] < offs[None, :])[None, :, :]
-    n = tl.where(
-        upper, beta[:, :, None] * tl.dot(w, tl.permute(w, (0, 2, 1)), input_precision="tf32x3"), 0.0
-    )
-    blocks = (
-        inverse_ptr
-        + rows[:, :, None] * CHUNK
-        + (tl.arange(0, PARTS)[:, None] * 16 + offs[None, :])[:, None, :]
-    )
-    inverse = tl.where((offs[:, None] == offs[None, :])[None, :, :], 1.0, 0.0) + tl.zeros_like(n)
-    inverse = merge_blocks(inverse, n, 16, 1, "ieee")
-    inverse = merge_blocks(inverse, n, 16, 2, "ieee")
-    inverse = merge_blocks(inverse, n, 16, 4, "ieee")
-    inverse = merge_blocks(inverse, n, 16, 8, "ieee")
-    tl.store(blocks, inverse)
-    tl.debug_barrier()  # rows come back to other threads
-
-    w = load_tile(w_ptr, first, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
+    head = head.to(tl.int64)
+    inverse_ptr += (head * num_chunks + chunk) * CHUNK * CHUNK
+    product_ptr += (head * total_blocks + chunk) * BLOCK_D * BLOCK_D
+    w = load_tile(w_ptr, chunk * CHUNK, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
     offs = tl.arange(0, CHUNK)
-    beta = tl.load(beta_ptr + (first + offs) * stride_bt, mask=first + offs < T, other=0.0)
+    rows = chunk * CHUNK + offs
+    beta = tl.load(beta_ptr + rows * stride_bt, mask=rows < T, other=0.0)
     n = beta[:, None] * dot(w, tl.trans(w), PRECISION)
+    n = tl.where(offs[:, None] < offs[None, :], n, 0.0)
     square = inverse_ptr + offs[:, None] * CHUNK + offs[None, :]
+    # through memory: cutting the blocks out of a tile in registers costs 200 of them
+    tl.store(square, n)
+    tl.debug_barrier()
+    invert_diagonal(inverse_ptr, CHUNK, 16)
+    tl.debug_barrier()
     inverse = tl.load(square, mask=offs[:, None] // 16 == offs[None, :] // 16, other=0.0)
     inverse = merge_blocks(inverse, n, CHUNK, 16, SOLVE)
     inverse = merge_blocks(inverse, n, CHUNK, 32, SOLVE)
     tl.store(square, inverse)
+    if chunk < num_blocks:
+        x = inverse * beta[None, :]
+        offs_d = tl.arange(0, BLOCK_D)
+        for c0 in tl.range(0, BLOCK_D, COLS, num_stages=1):
+            cols = c0 + tl.arange(0, COLS)
+            columns = w_ptr + rows.to(tl.int64)[:, None] * stride_wt + cols[None, :]
+            mask = (rows < T)[:, None] & (cols < HEAD_DIM)[None, :]
+            w_cols = tl.load(columns, mask=mask, other=0.0)
+            product = tl.where(offs_d[:, None] == cols[None, :], 1.0, 0.0)
+            product -= dot(tl.trans(w), dot(x, w_cols, PRECISION), PRECISION)
+            pointers = product_ptr + offs_d[:, None] * BLOCK_D + cols[None, :]
+            tl.store(pointers, product.to(product_ptr.dtype.element_ty))
 
 
 @triton.jit
 def load_factors(
     w_ptr, beta_ptr, inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """W [C, D] and X [C, C] of one chunk; w_ptr and beta_ptr already point at the head.
-
-    WHOLE: the chunk may lie behind the last, where W and X are zero.
-    """
+    """W [C, D] and X [C, C] of one chunk; w_ptr and beta_ptr already point at the head."""
     w = load_tile(w_ptr, chunk * CHUNK, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
     rows = chunk * CHUNK + tl.arange(0, CHUNK)
     beta = tl.load(beta_ptr + rows * stride_bt, mask=rows < T, other=0.0)
-    if WHOLE:
-        chunk = tl.minimum(chunk, num_chunks - 1)
     inverse = load_square(inverse_ptr, head.to(tl.int64) * num_chunks + chunk, CHUNK)
     return w, inverse * beta[None, :]

@@ -6,44 +6,27 @@ With the names of chunk.py, A = low X^T, E = up X, and dL the gradient of the lo
     dE = -dk_end W^T                   dup  = strict upper(dE X^T - dL^T A)
     dQ = dq_start + dL K + dlow W
     dK = dk_end + dL^T Q + dup W
-    dX = dA^T low + up^T dE - W dP W^T
-    dW = dlow^T Q + dup^T K - A^T dq_start - E^T dk_end - X W dP^T - X^T W dP + (dS + dS^T) W
+    dX = dA^T low + up^T dE - U W^T
+    dW = dlow^T Q + dup^T K - A^T dq_start - E^T dk_end - X V - X^T U + (dS + dS^T) W
 
     Y = M^-T dX        dM = -Y X^T     dS = strict upper(B dM)     dbeta = diag(Y) + rowsum(dM S)
 
-The chunk's dP has two parts. Level 0 moved the sibling's tile: dP = a^T c with [C, D] factors,
-a = dq+ and c = q for a left chunk, a = k and c = dk+ for a right one. The rest came back from the
-block of two,
-
-    P = P0 P1 = I - [W0; W1]^T [[X0, -Z], [0, X1]] [W0; W1]        G = W0 W1^T    Z = X0 G X1
-
-and with the block's dP, U = W dP, V = W dP^T, F00 = U0 W0^T, F01 = U0 W1^T, F11 = U1 W1^T:
-
-    dX0 = -F00 + F01 (G X1)^T                    dX1 = -F11 + (X0 G)^T F01
-    dW0 = -X0 V0 + Z V1 - X0^T U0 + R W1         dW1 = -X1 V1 + Z^T U0 - X1^T U1 + R^T W0
-    R   = X0^T F01 X1^T
+P = I - W^T X W moved the sibling's tile and entered the product of two chunks: its dP is that of
+every level (tree_backward.py), a D x D matrix, from which U = W dP, V = W dP^T.
 
 No [C, D] tile is held in fp32: columns pass in slabs, first to contract to C x C matrices, then to
 expand these to the gradients. C x C products are split, since X grows their errors: for nearly
 constant w, one bf16 rounding of their operands, or of U and V, costs 2e-2 in dw; one of the factors
-dlow, dup, dS of W costs 1e-2. One of dL, dP, A, E and of the product's part of dW costs no more
-than that of the outputs.
+dlow, dup, dS of W costs 1e-2; one of dP at every level 7e-3 in dbeta. One of dL, A, E and of the
+product's part of dW costs no more than that of the outputs.
 Names with `neg_` hold the negative, so that products accumulate.
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import RUNTIME, split
-
-
-@triton.jit
-def turned(x, TRANSPOSE: tl.constexpr):
-    """x or x^T."""
-    if TRANSPOSE:
-        return tl.trans(x)
-    else:
-        return x
+from .chunk import load_factors
+from .tiles import RUNTIME, dot, load_tile, split, turned
 
 
 @triton.jit
@@ -54,12 +37,11 @@ def add_dot(
     if PRECISION == "tf32x3":
         return tl.dot(turned(a, TRANS_A), turned(b, TRANS_B), acc, input_precision="tf32x3")
     TILE: tl.constexpr = tl.float16 if PRECISION == "fp16x3" else tl.bfloat16
-    a_high, b_high = a.to(TILE), b.to(TILE)
+    a_high, a_low = split(a, TILE) if a.dtype == tl.float32 else (a.to(TILE), None)
+    b_high, b_low = split(b, TILE) if b.dtype == tl.float32 else (b.to(TILE), None)
     if b.dtype == tl.float32:
-        b_low = split(b, TILE)[1]
         acc = tl.dot(turned(a_high, TRANS_A), turned(b_low, TRANS_B), acc)
     if a.dtype == tl.float32:
-        a_low = split(a, TILE)[1]
         acc = tl.dot(turned(a_low, TRANS_A), turned(b_high, TRANS_B), acc)
     return tl.dot(turned(a_high, TRANS_A), turned(b_high, TRANS_B), acc)
 
@@ -141,166 +123,39 @@ def contract(
     return acc
 
 
-@triton.jit
-def add_turned(
-    acc, a, b,
-    PRECISION: tl.constexpr, TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, TURN: tl.constexpr,
-):  # fmt: skip
-    """acc + a^T b or acc + a b^T; with TURN, the transpose of that product."""
-    if TURN:
-        return add_dot(acc, b, a, PRECISION, TRANS_A, TRANS_B)
-    else:
-        return add_dot(acc, a, b, PRECISION, TRANS_A, TRANS_B)
-
-
-@triton.jit
-def product_slab(
-    w_ptr, row, stride_w, T, d_product_ptr, column, limit,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SLAB: tl.constexpr,
-    TURN: tl.constexpr, W_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Columns of W dP, or of W dP^T with TURN: [C, SLAB], or else [SLAB, C], the transpose.
-
-    Rounding dP once costs what rounding any gradient does; the result must be split.
-    """
-    acc = tl.zeros([CHUNK, SLAB] if W_FIRST else [SLAB, CHUNK], tl.float32)
-    for inner in tl.range(0, BLOCK_D, SLAB, num_stages=1):
-        w = load_slab(w_ptr, row, stride_w, T, inner, CHUNK, SLAB, HEAD_DIM)
-        if TURN:
-            tile = load_slab(d_product_ptr, column, BLOCK_D, limit, inner, SLAB, SLAB, BLOCK_D).to(
-                w.dtype
-            )
-        else:
-            tile = load_slab(d_product_ptr, inner, BLOCK_D, limit, column, SLAB, SLAB, BLOCK_D).to(
-                w.dtype
-            )
-        if W_FIRST:
-            acc = add_dot(acc, w, tile, PRECISION, TRANS_B=TURN)
-        else:
-            acc = add_dot(acc, tile, w, PRECISION, TRANS_A=not TURN, TRANS_B=True)
-    return acc
-
-
 @triton.jit(do_not_specialize=RUNTIME)
 def chunk_product_backward_kernel(
-    w_ptr, beta_ptr, inverse_ptr, here_ptr, moved_ptr, d_product_ptr, dx_ptr, dw_ptr, scratch_ptr,
+    w_ptr, beta_ptr, inverse_ptr, d_product_ptr, dx_ptr, dw_ptr,
     stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
     stride_dwb, stride_dwt, stride_dwh,
-    T, H, num_chunks, total_rows, num_blocks,
-    RIGHT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    T, H, num_chunks, num_blocks,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The parts of -dX (fp32) and dW that come through the product P of left or right chunks.
-
-    A right chunk is a left one with every matrix transposed: X, dP, dX and P = P0 P1 itself. `here`
-    and `moved` are the level 0 tiles that P moved and their gradients: queries of a GROUP of heads
-    (left) or keys (right, GROUP = 1).
-    """
-    pair, head = tl.program_id(0), tl.program_id(1)
+    """The parts of -dX (fp32) and dW that come through the chunk's product P."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     head = head.to(tl.int64)
     SLAB: tl.constexpr = min(64, BLOCK_D)
-    TILE: tl.constexpr = w_ptr.dtype.element_ty
-    chunk = 2 * pair + RIGHT
     first = chunk * CHUNK
-    row = pair * CHUNK
-    index = head * num_chunks + chunk
     w_ptr += b * stride_wb + h * stride_wh
-    beta_ptr += b * stride_bb + h * stride_bh
     dw_ptr += b * stride_dwb + h * stride_dwh
-    here_ptr += head * GROUP * total_rows * BLOCK_D
-    moved_ptr += head * GROUP * total_rows * BLOCK_D
-    limit = row + CHUNK if RIGHT else row + tl.minimum(T - first - CHUNK, CHUNK)
-    zero = tl.zeros([CHUNK, CHUNK], tl.float32)
-    beta = load_beta(beta_ptr, first, stride_bt, T, CHUNK)
-    x = load_matrix(inverse_ptr, index, CHUNK) * beta[None, :]
-    neg_dx = zero
-    neg_ax = zero.to(TILE)
-    neg_cx = neg_ax
-    for g in tl.range(GROUP, num_stages=1):
-        tile = g * total_rows + row
-        aw = contract(
-            moved_ptr, tile, BLOCK_D, tile - row + limit, w_ptr, first, stride_wt, T,
-            BLOCK_D, HEAD_DIM, BLOCK_D, CHUNK, SLAB, PRECISION,
-        )  # fmt: skip
-        neg_ax = (-add_dot(zero, aw, x, PRECISION, TRANS_B=RIGHT)).to(TILE)
-        cw = contract(
-            here_ptr, tile, BLOCK_D, tile - row + limit, w_ptr, first, stride_wt, T,
-            BLOCK_D, HEAD_DIM, BLOCK_D, CHUNK, SLAB, PRECISION,
-        )  # fmt: skip
-        neg_cx = (-add_dot(zero, cw, x, PRECISION, TRANS_B=not RIGHT)).to(TILE)
-        neg_dx = add_turned(neg_dx, aw, cw, PRECISION, True, False, RIGHT)
-        if GROUP > 1:
-            slot = ((head * GROUP + g) * num_chunks + chunk) * 2
-            store_matrix(scratch_ptr, slot, neg_ax, CHUNK)
-            store_matrix(scratch_ptr, slot + 1, neg_cx, CHUNK)
-
-    # the block of two chunks: without one, dP reads as zero
-    d_product_ptr += (head * num_blocks + pair) * BLOCK_D * BLOCK_D
-    d_limit = tl.where(pair < num_blocks, BLOCK_D, 0)
-    # a sibling behind the last chunk: W and beta read as zero
-    sibling = 2 * pair + 1 - RIGHT
-    second = sibling * CHUNK
-    xs = load_matrix(inverse_ptr, head * num_chunks + tl.minimum(sibling, num_chunks - 1), CHUNK)
-    xs *= load_beta(beta_ptr, second, stride_bt, T, CHUNK)[None, :]
-    overlap = contract(
-        w_ptr, first, stride_wt, T, w_ptr, second, stride_wt, T,
-        HEAD_DIM, HEAD_DIM, BLOCK_D, CHUNK, SLAB, PRECISION,
+    d_product_ptr += (head * num_blocks + chunk) * BLOCK_D * BLOCK_D
+    limit = tl.where(chunk < num_blocks, BLOCK_D, 0)  # the last chunk may have none
+    w, x = load_factors(
+        w_ptr, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr, chunk, num_chunks, head,
+        stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
     )  # fmt: skip
-    neg_gx = -add_dot(zero, overlap, xs, PRECISION, TRANS_B=RIGHT)
-    x = load_matrix(inverse_ptr, index, CHUNK, AGAIN=True) * beta[None, :]
-    neg_z = add_dot(zero, x, neg_gx, PRECISION, TRANS_A=RIGHT)
-    f = zero
+    neg_dx = tl.zeros([CHUNK, CHUNK], tl.float32)
     for column in tl.range(0, BLOCK_D, SLAB, num_stages=1):
-        u = product_slab(
-            w_ptr, first, stride_wt, T, d_product_ptr, column, d_limit,
-            HEAD_DIM, BLOCK_D, CHUNK, SLAB, RIGHT, True, PRECISION,
-        )  # fmt: skip
-        w = load_slab(w_ptr, first, stride_wt, T, column, CHUNK, SLAB, HEAD_DIM)
-        neg_dx = add_turned(neg_dx, u, w, PRECISION, False, True, RIGHT)
-        w = load_slab(w_ptr, second, stride_wt, T, column, CHUNK, SLAB, HEAD_DIM)
-        f = add_dot(f, u, w, PRECISION, TRANS_B=True)
-    neg_dx = add_turned(neg_dx, f, neg_gx, PRECISION, False, True, RIGHT)
-    store_matrix(dx_ptr, index, neg_dx, CHUNK)
-    x = load_matrix(inverse_ptr, index, CHUNK, AGAIN=True) * beta[None, :]
-    f = add_dot(zero, f, xs, PRECISION, TRANS_B=not RIGHT)
-    neg_r = -add_dot(zero, x, f, PRECISION, TRANS_A=not RIGHT)
-
-    if GROUP > 1:
-        tl.debug_barrier()
-    for column in tl.range(0, BLOCK_D, SLAB, num_stages=1):
-        w = load_slab(w_ptr, second, stride_wt, T, column, CHUNK, SLAB, HEAD_DIM)
-        dw = add_dot(
-            tl.zeros([SLAB, CHUNK], tl.float32), w, neg_r, PRECISION, TRANS_A=True, TRANS_B=True
-        )
-        v = product_slab(
-            w_ptr, second, stride_wt, T, d_product_ptr, column, d_limit,
-            HEAD_DIM, BLOCK_D, CHUNK, SLAB, not RIGHT, False, PRECISION,
-        )  # fmt: skip
-        dw = add_dot(dw, v, neg_z, PRECISION, TRANS_B=True)
-        v = product_slab(
-            w_ptr, first, stride_wt, T, d_product_ptr, column, d_limit,
-            HEAD_DIM, BLOCK_D, CHUNK, SLAB, not RIGHT, False, PRECISION,
-        )  # fmt: skip
-        dw = add_dot(dw, v, x, PRECISION, TRANS_B=not RIGHT)
-        u = product_slab(
-            w_ptr, first, stride_wt, T, d_product_ptr, column, d_limit,
-            HEAD_DIM, BLOCK_D, CHUNK, SLAB, RIGHT, False, PRECISION,
-        )  # fmt: skip
-        dw = -add_dot(dw, u, x, PRECISION, TRANS_B=RIGHT)
-        for g in tl.range(GROUP, num_stages=1):
-            if GROUP > 1:
-                slot = ((head * GROUP + g) * num_chunks + chunk) * 2
-                neg_ax = load_matrix(scratch_ptr, slot, CHUNK).to(TILE)
-                neg_cx = load_matrix(scratch_ptr, slot + 1, CHUNK).to(TILE)
-            tile = g * total_rows + row
-            a = load_slab(
-                moved_ptr, tile, BLOCK_D, tile - row + limit, column, CHUNK, SLAB, BLOCK_D
-            )
-            dw = add_dot(dw, a.to(TILE), neg_cx, PRECISION, TRANS_A=True)
-            c = load_slab(here_ptr, tile, BLOCK_D, tile - row + limit, column, CHUNK, SLAB, BLOCK_D)
-            dw = add_dot(dw, c.to(TILE), neg_ax, PRECISION, TRANS_A=True)
-        store_slab(dw_ptr, first, stride_dwt, T, column, tl.trans(dw), CHUNK, SLAB, HEAD_DIM)
+        columns = load_tile(d_product_ptr + column, 0, BLOCK_D, limit, BLOCK_D, SLAB, SLAB)
+        u = dot(w, columns, PRECISION)
+        w_slab = load_slab(w_ptr, first, stride_wt, T, column, CHUNK, SLAB, HEAD_DIM)
+        neg_dx = add_dot(neg_dx, u, w_slab, PRECISION, TRANS_B=True)
+        neg_dw = dot(tl.trans(x), u, PRECISION)
+        rows = load_tile(d_product_ptr, column, BLOCK_D, limit, SLAB, BLOCK_D, BLOCK_D)
+        neg_dw = add_dot(neg_dw, x, dot(w, tl.trans(rows), PRECISION), PRECISION)
+        store_slab(dw_ptr, first, stride_dwt, T, column, -neg_dw, CHUNK, SLAB, HEAD_DIM)
+    store_matrix(dx_ptr, head * num_chunks + chunk, neg_dx, CHUNK)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -340,38 +195,14 @@ def chunk_backward_kernel(
     beta = load_beta(beta_ptr, first, stride_bt, T, CHUNK)
     x = load_matrix(inverse_ptr, index, CHUNK) * beta[None, :]
     up = contract(
-        k_ptr,
-        first,
-        stride_kt,
-        T,
-        w_ptr,
-        first,
-        stride_wt,
-        T,
-        HEAD_DIM,
-        HEAD_DIM,
-        BLOCK_D,
-        CHUNK,
-        SLAB,
-        PRECISION,
-    )
+        k_ptr, first, stride_kt, T, w_ptr, first, stride_wt, T,
+        HEAD_DIM, HEAD_DIM, BLOCK_D, CHUNK, SLAB, PRECISION,
+    )  # fmt: skip
     up = tl.where(upper, up, 0.0)
     neg_de = contract(
-        dk_end_ptr,
-        0,
-        BLOCK_D,
-        CHUNK,
-        w_ptr,
-        first,
-        stride_wt,
-        T,
-        BLOCK_D,
-        HEAD_DIM,
-        BLOCK_D,
-        CHUNK,
-        SLAB,
-        PRECISION,
-    )
+        dk_end_ptr, 0, BLOCK_D, CHUNK, w_ptr, first, stride_wt, T,
+        BLOCK_D, HEAD_DIM, BLOCK_D, CHUNK, SLAB, PRECISION,
+    )  # fmt: skip
     neg_e = (-add_dot(zero, up, x, PRECISION)).to(TILE)
     neg_dup = add_dot(zero, neg_de, x, PRECISION, TRANS_B=True)
     neg_dx = zero
@@ -410,21 +241,9 @@ def chunk_backward_kernel(
     )
     dm = add_dot(zero, neg_y, x, PRECISION, TRANS_B=True)
     s = contract(
-        w_ptr,
-        first,
-        stride_wt,
-        T,
-        w_ptr,
-        first,
-        stride_wt,
-        T,
-        HEAD_DIM,
-        HEAD_DIM,
-        BLOCK_D,
-        CHUNK,
-        SLAB,
-        PRECISION,
-    )
+        w_ptr, first, stride_wt, T, w_ptr, first, stride_wt, T,
+        HEAD_DIM, HEAD_DIM, BLOCK_D, CHUNK, SLAB, PRECISION,
+    )  # fmt: skip
     dm = tl.where(upper, dm, 0.0)
     d_beta = tl.sum(dm * s - tl.where(offs[:, None] == offs[None, :], neg_y, 0.0), 1)
     rows = first + offs

@@ -10,17 +10,12 @@ import triton
 from torch import Tensor
 
 from . import config, tiles
-from .chunk import chunk_inverse_kernel
+from .chunk import chunk_kernel
 from .chunk_backward import chunk_backward_kernel, chunk_product_backward_kernel
 from .inputs import Inputs, strides
-from .sweep import block_product_kernel, key_sweep_kernel, query_sweep_kernel, tree_kernel
-from .sweep_backward import (
-    key_sweep_backward_kernel,
-    product_gradient_kernel,
-    query_sweep_backward_kernel,
-    tree_backward_kernel,
-)
+from .sweep import key_sweep_kernel, query_sweep_kernel, tree_kernel
 from .tiles import CHUNK
+from .tree_backward import product_gradient_kernel, tree_backward_kernel
 
 
 @dataclass
@@ -28,10 +23,33 @@ class Frames:
     """The transformed inputs of one group of heads: factors, products, and q, k of every level."""
 
     inverse: Tensor  # [B, H, N, C, C] fp32, M^-1 of each chunk
-    products: Tensor  # [B, H, blocks, BLOCK_D, BLOCK_D] fp32, of tiles.product_levels
+    products: Tensor  # [B, H, blocks, BLOCK_D, BLOCK_D], see tiles.stored_blocks
     q_levels: Tensor  # [B, HQ, rows, BLOCK_D]
     k_levels: Tensor  # [B, H, rows, BLOCK_D]
     local: Tensor  # [B, HQ, N, C, C] fp32
+
+
+@dataclass
+class FrameGradients:
+    """What the attention's backward leaves for the transform's."""
+
+    q_start: Tensor  # [B, HQ, N, C, BLOCK_D]
+    k_end: Tensor  # [B, H, N, C, BLOCK_D]
+    q_moved: Tensor  # [B, HQ, moved rows, BLOCK_D], of the levels' queries as moved by P
+    k_moved: Tensor  # [B, H, moved rows, BLOCK_D]
+    local: Tensor  # [B, HQ, N, C, C]
+
+    @staticmethod
+    def empty(x: Inputs) -> "FrameGradients":
+        B, T, HQ, _ = x.q.shape
+        H, chunks = x.k.shape[2], triton.cdiv(T, CHUNK)
+        return FrameGradients(
+            x.q.new_empty(B, HQ, chunks, CHUNK, x.width),
+            x.q.new_empty(B, H, chunks, CHUNK, x.width),
+            x.q.new_empty(B, HQ, tiles.moved_rows(T, x.piece), x.width),
+            x.q.new_empty(B, H, tiles.moved_rows(T, x.piece), x.width),
+            x.q.new_empty(B, HQ, chunks, CHUNK, CHUNK),
+        )
 
 
 @dataclass
@@ -57,33 +75,20 @@ class Ends:
         )
 
 
-def _factor_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
+def _chunk_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
     """What every kernel shares that reads the chunks' factors W, X."""
+    T, H = x.k.shape[1:3]
     return {
         "w_ptr": x.w,
         "beta_ptr": x.beta,
         "inverse_ptr": frames.inverse,
         **strides(("w", x.w), ("b", x.beta)),
-        "T": x.q.shape[1],
+        "T": T,
+        "H": H,
         "num_chunks": frames.inverse.shape[2],
         "CHUNK": CHUNK,
         "PRECISION": x.precision,
         **x.widths,
-    }
-
-
-def _sweep_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
-    """What the four sweeps share."""
-    T = x.q.shape[1]
-    return {
-        **_factor_arguments(x, frames),
-        "product_ptr": frames.products,
-        "num_levels": tiles.num_levels(T),
-        "total_rows": tiles.total_rows(T),
-        "total_blocks": tiles.total_blocks(T, x.whole),
-        "WHOLE": x.whole,
-        "HAS_DOC": x.document_start is not None,
-        **config.SWEEP_OPTIONS,
     }
 
 
@@ -92,51 +97,30 @@ def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
 
     A piece moves all of its tokens to its ends, so that documents skip nothing here.
     """
-    x = x.without_documents() if x.whole else x
+    x = x.without_documents() if x.piece else x
     B, T, HQ, D = x.q.shape
     H, width = x.k.shape[2], x.width
-    chunks = triton.cdiv(T, CHUNK)
-    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T, x.whole)
+    chunks, rows = triton.cdiv(T, CHUNK), tiles.total_rows(T)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": x.q.device}
     frames = Frames(
         torch.empty(B, H, chunks, CHUNK, CHUNK, **fp32),
-        torch.empty(B, H, blocks, width, width, **fp32),
+        x.q.new_empty(B, H, tiles.total_blocks(T), width, width, dtype=x.product_dtype),
         x.q.new_empty(B, HQ, rows, width),
         x.q.new_empty(B, H, rows, width),
         torch.empty(B, HQ, chunks, CHUNK, CHUNK, **fp32),
     )
-    factors = _factor_arguments(x, frames)
-    side = min(width, config.PRODUCT_TILE)
-    chunk_inverse_kernel[(chunks, B * H)](**factors, H=H, SOLVE=config.SOLVE, num_warps=4)
-    base = child = 0
-    for level in tiles.product_levels(T, x.whole):
-        count = tiles.level_blocks(T, level, x.whole)
-        stored = tiles.stored_blocks(T, level, x.whole)
-        if level == 1:
-            block_product_kernel[(count, B * H, width // side)](
-                **factors,
-                product_ptr=frames.products,
-                H=H,
-                total_blocks=blocks,
-                COLS=side,
-                WHOLE=x.whole,
-            )
-        else:
-            tree_kernel[(count, B * H, (width // side) ** 2)](
-                product_ptr=frames.products,
-                child_base=child,
-                parent_base=base,
-                total_blocks=blocks,
-                BLOCK_D=width,
-                TILE=side,
-                PRECISION=x.precision,
-            )
-        if stored > count:
-            frames.products[:, :, base + count] = torch.eye(width, device=x.q.device)
-        child, base = base, base + stored
+    _make_products(x, frames)
+    sweep = {
+        **_chunk_arguments(x, frames),
+        "product_ptr": frames.products,
+        "num_levels": tiles.num_levels(T),
+        "total_rows": rows,
+        "total_blocks": tiles.total_blocks(T),
+        "HAS_DOC": x.document_start is not None,
+        **config.chain_options(x.q.dtype),
+    }
     q_start, k_end = (None, None) if ends is None else (ends.q_start, ends.k_end)
-    sweep = _sweep_arguments(x, frames)
-    query_sweep_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
+    query_sweep_kernel[(chunks, B * HQ)](
         **sweep,
         q_ptr=x.q,
         k_ptr=x.k,
@@ -145,158 +129,167 @@ def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
         start_ptr=x.document_start,
         q_start_ptr=q_start,
         **strides(("q", x.q), ("k", x.k), ("e", q_start)),
-        HQ=HQ,
         GROUP=x.group,
     )
-    key_sweep_kernel[(triton.cdiv(T, sweep["ROWS"]), B * H)](
-        **sweep,
-        k_ptr=x.k,
-        levels_ptr=frames.k_levels,
-        end_ptr=x.document_end,
-        k_end_ptr=k_end,
-        **strides(("k", x.k), ("e", k_end)),
-        H=H,
-    )
+    if chunks > 1 or ends is not None:
+        key_sweep_kernel[(chunks - (ends is None), B * H)](
+            **sweep,
+            k_ptr=x.k,
+            levels_ptr=frames.k_levels,
+            end_ptr=x.document_end,
+            k_end_ptr=k_end,
+            **strides(("k", x.k), ("e", k_end)),
+        )
     if ends is not None:
-        ends.product.copy_(frames.products[:, :, -1, :D, :D])
+        ends.product.copy_(frames.products[:, :, -2, :D, :D])
     return frames
 
 
-def frames_backward(
-    x: Inputs,
-    frames: Frames,
-    dq_levels: Tensor,
-    dk_levels: Tensor,
-    d_local: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dw: Tensor | None,
-    d_beta: Tensor | None,
-    d_ends: Ends | None = None,
-) -> None:
-    """From the gradients of every level, and of the ends of a piece, to those of q, k, w, beta."""
-    x = x.without_documents() if x.whole else x
-    B, T, HQ, D = x.q.shape
-    H, width = x.k.shape[2], x.width
-    chunks, levels = triton.cdiv(T, CHUNK), tiles.num_levels(T)
-    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T, x.whole)
-    side = min(width, config.PRODUCT_TILE)
-    dq_start = dq_levels.new_empty(B, HQ, chunks, CHUNK, width)
-    dk_end = dk_levels.new_empty(B, H, chunks, CHUNK, width)
-    from_start, from_end = (None, None) if d_ends is None else (d_ends.q_start, d_ends.k_end)
-    sweep = _sweep_arguments(x, frames)
-    query_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * HQ)](
-        **sweep,
-        levels_ptr=dq_levels,
-        dq_start_ptr=dq_start,
-        start_ptr=x.document_start,
-        incoming_ptr=from_start,
-        **strides(("e", from_start)),
-        HQ=HQ,
-        GROUP=x.group,
+def _make_products(x: Inputs, frames: Frames) -> None:
+    """Factors and products of the chunks, and products of the levels above."""
+    B, T, H, _ = x.k.shape
+    width, levels = x.width, tiles.product_levels(T, x.piece)
+    chunk_kernel[(frames.inverse.shape[2], B * H)](
+        **_chunk_arguments(x, frames),
+        product_ptr=frames.products,
+        num_blocks=tiles.level_blocks(T, 0, x.piece) if levels else 0,
+        total_blocks=tiles.total_blocks(T),
+        SOLVE=config.SOLVE,
+        COLS=min(width, 64),
+        **config.chain_options(x.q.dtype),
     )
-    key_sweep_backward_kernel[(triton.cdiv(T, sweep["ROWS"]), B * H)](
-        **sweep,
-        levels_ptr=dk_levels,
-        dk_end_ptr=dk_end,
-        end_ptr=x.document_end,
-        incoming_ptr=from_end,
-        **strides(("e", from_end)),
-        H=H,
-    )
-    # of the level above: none at the top (and never read), or that of the piece
-    gradient, stored, top = dq_levels, 0, levels - 1
-    if d_ends is not None:
-        gradient = dq_levels.new_zeros(B, H, width, width)
-        gradient[..., :D, :D] = d_ends.product
-        stored, top = 1, levels
-    block_base = blocks - stored
-    row_base = sum(tiles.level_rows(T, level) for level in range(top))
-    for level in range(top - 1, 0, -1):
-        parent, parents = gradient, stored
-        count = tiles.level_blocks(T, level, x.whole)
-        stored = tiles.stored_blocks(T, level, x.whole)
-        block_base -= stored
+    child = base = 0
+    for level in levels:
+        count = tiles.level_blocks(T, level, x.piece)
+        side, warps = config.product_tiles(width, count * B * H)
+        if level > 0:
+            tree_kernel[(count, B * H, (width // side) ** 2)](
+                product_ptr=frames.products,
+                child_base=child,
+                parent_base=base,
+                total_blocks=tiles.total_blocks(T),
+                BLOCK_D=width,
+                TILE=side,
+                PRECISION=x.precision,
+                num_warps=warps,
+            )
+        if x.piece and 1 < count < tiles.stored_blocks(T, level):
+            # the last block has no sibling
+            frames.products[:, :, base + count] = torch.eye(width, device=x.q.device)
+        child, base = base, base + tiles.stored_blocks(T, level)
+
+
+def _products_backward(
+    x: Inputs, frames: Frames, grads: FrameGradients, d_product: Tensor | None
+) -> tuple[Tensor, int]:
+    """Gradients [B * H, count, BLOCK_D, BLOCK_D] of the chunks' products in fp32, and their count;
+    level by level from the top, where that of a piece comes in.
+    """
+    B, T, H, D = x.k.shape
+    width, levels = x.width, tiles.moving_levels(T, x.piece)
+    row_base = tiles.moved_rows(T, x.piece)
+    block_base = sum(tiles.stored_blocks(T, level) for level in levels)
+    tokens = max(CHUNK, config.PRODUCT_ROWS // x.group)
+    gradient, count = frames.inverse, 0  # of the level above; none at the top
+    if d_product is not None:
+        gradient, count = frames.inverse.new_zeros(B, H, width, width), 1
+        gradient[..., :D, :D] = d_product
+    for level in reversed(levels):
+        parent, parents = gradient, count
+        count = tiles.level_blocks(T, level, x.piece)
+        block_base -= tiles.stored_blocks(T, level)
         row_base -= tiles.level_rows(T, level)
+        splits = triton.cdiv(CHUNK << level, tokens)
+        side, warps = config.product_tiles(width, count * splits * B * H)
         shared = {
             "q_levels_ptr": frames.q_levels,
             "k_levels_ptr": frames.k_levels,
-            "dq_levels_ptr": dq_levels,
-            "dk_levels_ptr": dk_levels,
+            "dq_moved_ptr": grads.q_moved,
+            "dk_moved_ptr": grads.k_moved,
             "start_ptr": x.document_start,
             "end_ptr": x.document_end,
             "T": T,
             "H": H,
             "level": level,
             "row_base": row_base,
-            "num_blocks": stored,
-            "total_rows": rows,
+            "num_blocks": count,
+            "num_splits": splits,
+            "total_rows": tiles.total_rows(T),
+            "moved_rows": tiles.moved_rows(T, x.piece),
             "GROUP": x.group,
             "BLOCK_D": width,
             "CHUNK": CHUNK,
             "TILE": side,
             "HAS_DOC": x.document_start is not None,
+            "PIECE": x.piece,
             "PRECISION": x.precision,
+            "num_warps": warps,
+            "num_stages": 2,
         }
-        tokens = max(CHUNK, config.PRODUCT_ROWS // x.group)
-        splits = triton.cdiv(CHUNK << level, tokens)
         partial = frames.products
         if splits > 1:
             partial = torch.empty(
-                B * H, stored, splits, width, width, dtype=torch.float32, device=x.q.device
+                B * H, count, splits, width, width, dtype=torch.float32, device=x.q.device
             )
             product_gradient_kernel[(count * splits, B * H, (width // side) ** 2)](
-                **shared, partial_ptr=partial, num_splits=splits, ROWS=tokens
+                **shared, partial_ptr=partial, SPLIT=tokens
             )
-        gradient = dq_levels.new_empty(B * H, stored, width, width)
+            side, warps = config.product_tiles(width, count * B * H)
+        gradient = torch.empty(B * H, count, width, width, dtype=torch.float32, device=x.q.device)
         tree_backward_kernel[(count, B * H, (width // side) ** 2)](
-            **shared,
+            **{**shared, "TILE": side, "num_warps": warps},
             product_ptr=frames.products,
             partial_ptr=partial,
             parent_ptr=parent,
             gradient_ptr=gradient,
             block_base=block_base,
-            num_splits=splits,
             num_parents=parents,
-            total_blocks=blocks,
-            SPLIT=splits > 1,
+            total_blocks=tiles.total_blocks(T),
+            PARTIAL=splits > 1,
         )
-    factors = _factor_arguments(x, frames)
-    dx, scratch = frames.inverse, d_local
+    return gradient, count
+
+
+def frames_backward(
+    x: Inputs,
+    frames: Frames,
+    grads: FrameGradients,
+    dq: Tensor,
+    dk: Tensor,
+    dw: Tensor | None,
+    d_beta: Tensor | None,
+    d_product: Tensor | None,
+) -> None:
+    """From the gradients of frames, and of the product of a piece, to those of q, k, w, beta."""
+    x = x.without_documents() if x.piece else x
+    B, T, HQ, _ = x.q.shape
+    H, chunks = x.k.shape[2], frames.inverse.shape[2]
+    factors = _chunk_arguments(x, frames)
+    dx, scratch = frames.inverse, grads.local
+    has_product = len(tiles.product_levels(T, x.piece)) > 0
+    if has_product:
+        dx = torch.empty_like(frames.inverse)
+        d_chunks, count = _products_backward(x, frames, grads, d_product)
+        chunk_product_backward_kernel[(chunks, B * H)](
+            **factors,
+            d_product_ptr=d_chunks,
+            dx_ptr=dx,
+            dw_ptr=dw,
+            **strides(("dw", dw)),
+            num_blocks=count,
+            num_warps=4,
+        )
     if x.group > 1:
         scratch = torch.empty(
             B, HQ, chunks, 2, CHUNK, CHUNK, dtype=torch.float32, device=x.q.device
         )
-    has_product = x.whole or levels > 1
-    if has_product:
-        dx = torch.empty_like(frames.inverse)
-        for right, here, moved, group in (
-            (0, frames.q_levels, dq_levels, x.group),
-            (1, frames.k_levels, dk_levels, 1),
-        ):
-            chunk_product_backward_kernel[((chunks + 1 - right) // 2, B * H)](
-                **factors,
-                here_ptr=here,
-                moved_ptr=moved,
-                d_product_ptr=gradient,
-                dx_ptr=dx,
-                dw_ptr=dw,
-                scratch_ptr=scratch,
-                **strides(("dw", dw)),
-                H=H,
-                total_rows=rows,
-                num_blocks=stored,
-                RIGHT=right,
-                GROUP=group,
-                num_warps=4,
-            )
     chunk_backward_kernel[(chunks, B * H)](
         **factors,
         q_ptr=x.q,
         k_ptr=x.k,
-        dq_start_ptr=dq_start,
-        dk_end_ptr=dk_end,
-        d_local_ptr=d_local,
+        dq_start_ptr=grads.q_start,
+        dk_end_ptr=grads.k_end,
+        d_local_ptr=grads.local,
         dx_ptr=dx,
         scratch_ptr=scratch,
         dq_ptr=dq,
@@ -304,7 +297,6 @@ def frames_backward(
         dw_ptr=dw,
         d_beta_ptr=d_beta,
         **strides(("q", x.q), ("k", x.k), ("dq", dq), ("dk", dk), ("dw", dw), ("db", d_beta)),
-        H=H,
         GROUP=x.group,
         HAS_PRODUCT=has_product,
         num_warps=4,

@@ -19,7 +19,7 @@ class Inputs:
     """One group of heads of one call, last dimensions contiguous.
 
     gate [B, HQ, T] is the running sum in log2 units from the start of each GATE_SPAN tokens, fp32,
-    and gate_offset [B, HQ, spans] the sum at these starts, fp64. whole: the tokens are a piece of a
+    and gate_offset [B, HQ, spans] the sum at these starts, fp64. piece: the tokens are part of a
     longer sequence.
     """
 
@@ -33,7 +33,7 @@ class Inputs:
     document_start: Tensor | None
     document_end: Tensor | None
     scale: float
-    whole: bool = False
+    piece: bool = False
 
     @property
     def group(self) -> int:
@@ -75,6 +75,11 @@ class Inputs:
             return "tf32x3" if triton.knobs.runtime.interpret else "fp32"
         return "fp16x3" if self.q.dtype == torch.float16 else "bf16x3"
 
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Of the stored D x D products: see `tiles.move`."""
+        return torch.float32 if self.q.dtype == torch.float32 else torch.float16
+
     def without_documents(self) -> "Inputs":
         return replace(self, document_start=None, document_end=None)
 
@@ -93,7 +98,7 @@ class Inputs:
             None if self.document_start is None else self.document_start[batch],
             None if self.document_end is None else self.document_end[batch],
             self.scale,
-            self.whole,
+            self.piece,
         )
 
 
@@ -121,7 +126,7 @@ def prepare(
     log_gate: Tensor | None,
     document_start: Tensor | None,
     scale: float,
-    whole: bool = False,
+    piece: bool = False,
 ) -> Inputs:
     gate = gate_offset = document_end = None
     if log_gate is not None:
@@ -149,7 +154,7 @@ def prepare(
         document_start,
         document_end,
         scale,
-        whole,
+        piece,
     )
 
 
@@ -167,12 +172,13 @@ def _key_groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]
         yield slice(0, B), slice(0, H)
         return
     width, size = inputs.width, inputs.q.element_size()
-    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T, inputs.whole)
+    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T)
     passes = 2 if backward else 1
     per_query = (rows * width * size + T * CHUNK * 4) * inputs.group
     if backward and inputs.group > 1:
         per_query += T * CHUNK * 4 * inputs.group  # factors kept for the sum over a group
-    per_key = rows * width * size + blocks * width * width * 4 + T * CHUNK * 4
+    product_size = inputs.product_dtype.itemsize
+    per_key = rows * width * size + blocks * width * width * product_size + T * CHUNK * 4
     limit = max(1, config.SCRATCH_BYTES // (passes * (per_query + per_key)))
     if limit >= H:
         step = min(B, limit // H)

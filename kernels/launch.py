@@ -103,7 +103,7 @@ def block_forward(
     (H_{j+1} ... H_T)^T k_j in the dtype of q; product = H_1 ... H_T [B, H, D, D] in fp32. Without
     reflections these are q, k, None.
     """
-    inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale, whole=w is not None)
+    inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale, piece=w is not None)
     out = q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
     if w is None:
         return out, forward(inputs, out), q, k, None
@@ -117,7 +117,7 @@ def block_frames(
     """The last three results of `block_forward`, without its attention."""
     if w is None:
         return q, k, None
-    inputs = prepare(q, k, k, w, beta, None, None, 1.0, whole=True)
+    inputs = prepare(q, k, k, w, beta, None, None, 1.0, piece=True)
     ends = Ends.empty(inputs)
     for group in groups(inputs, backward=False):
         make_frames(inputs.part(*group), ends.part(*group))
@@ -148,7 +148,7 @@ def block_backward(
     """
     q, k, v = (differentiable(x) for x in (q, k, v))
     w = None if w is None else differentiable(w)
-    inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale, whole=w is not None)
+    inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale, piece=w is not None)
     grads = Gradients.empty(inputs)
     grads.v = torch.empty_like(grads.v, dtype=torch.float32)
     if d_product is None:

@@ -31,11 +31,11 @@ def rectangle_forward_kernel(
     stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_ot, stride_oh, stride_lb,
     stride_lh, TQ, TK, HQ, scale, stride_qt: tl.constexpr, stride_kt: tl.constexpr,
     stride_vt: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Merges BLOCK_M rows into the running out and natural lse. `scale` is in log2 units."""
-    m0, q_head = tl.program_id(0) * BLOCK_M, tl.program_id(1)
+    """Merges ROWS queries into the running out and natural lse. `scale` is in log2 units."""
+    m0, q_head = tl.program_id(0) * ROWS, tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), (q_head % HQ).to(tl.int64)
     h = hq // GROUP
     q_head = q_head.to(tl.int64)
@@ -44,7 +44,7 @@ def rectangle_forward_kernel(
     v_ptr += b * stride_vb + h * stride_vh
     out_ptr += b * stride_ob + hq * stride_oh
     lse_ptr += b * stride_lb + hq * stride_lh
-    rows = m0 + tl.arange(0, BLOCK_M)
+    rows = m0 + tl.arange(0, ROWS)
     lo = 0
     limit = TQ  # rows behind it see nothing and stay as they are
     first_key = rows
@@ -55,10 +55,10 @@ def rectangle_forward_kernel(
     gate_q = rows.to(tl.float32)
     if HAS_GATE:
         gate_q = tl.load(gate_q_ptr + q_head * TQ + rows, mask=rows < TQ, other=0.0)
-        gate_k_ptr += q_head * TK
+        gate_k_ptr += q_head * tl.cdiv(TK, ROWS) * ROWS
 
-    q = load_tile(q_ptr, m0, stride_qt, limit, BLOCK_M, BLOCK_D, HEAD_DIM)
-    acc = load_tile(out_ptr, m0, stride_ot, limit, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
+    q = load_tile(q_ptr, m0, stride_qt, limit, ROWS, BLOCK_D, HEAD_DIM)
+    acc = load_tile(out_ptr, m0, stride_ot, limit, ROWS, BLOCK_DV, HEAD_DIM_V)
     m_i = tl.load(lse_ptr + rows, mask=rows < limit, other=float("-inf")) * 1.4426950408889634
     l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     middle = tl.maximum(lo, TK // BLOCK_N * BLOCK_N)
@@ -69,23 +69,23 @@ def rectangle_forward_kernel(
             scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, whole == 0, HAS_GATE, HAS_DOC,
             PRECISION,
         )  # fmt: skip
-    store_tile(out_ptr, m0, stride_ot, limit, acc / l_i[:, None], BLOCK_M, BLOCK_DV, HEAD_DIM_V)
+    store_tile(out_ptr, m0, stride_ot, limit, acc / l_i[:, None], ROWS, BLOCK_DV, HEAD_DIM_V)
     lse = (m_i + tl.math.log2(l_i)) * 0.6931471805599453
     tl.store(lse_ptr + rows, lse, mask=rows < limit)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def rectangle_dq_kernel(
-    q_ptr, k_ptr, v_ptr, gate_q_ptr, gate_k_ptr, first_ptr, lse_ptr, delta_ptr, d_out_ptr, dq_ptr,
-    d_gate_q_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb,
-    stride_gh, stride_dqb, stride_dqt, stride_dqh, TQ, TK, HQ, scale, stride_qt: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, gate_k_ptr, first_ptr, rows_ptr, d_out_ptr, dq_ptr, d_gate_q_ptr,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
+    stride_dqb, stride_dqt, stride_dqh, TQ, TK, HQ, scale, stride_qt: tl.constexpr,
     stride_kt: tl.constexpr, stride_vt: tl.constexpr, stride_gt: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq and the gradient of gate_q of BLOCK_M rows."""
-    m0, q_head = tl.program_id(0) * BLOCK_M, tl.program_id(1)
+    """dq and the gradient of gate_q of ROWS queries."""
+    m0, q_head = tl.program_id(0) * ROWS, tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), (q_head % HQ).to(tl.int64)
     h = hq // GROUP
     q_head = q_head.to(tl.int64)
@@ -94,89 +94,84 @@ def rectangle_dq_kernel(
     v_ptr += b * stride_vb + h * stride_vh
     d_out_ptr += b * stride_gb + hq * stride_gh
     dq_ptr += b * stride_dqb + hq * stride_dqh
-    rows = m0 + tl.arange(0, BLOCK_M)
+    rows = m0 + tl.arange(0, ROWS)
     lo = 0
     first_key = rows
     if HAS_DOC:
         first_key = tl.load(first_ptr + b * TQ + rows, mask=rows < TQ, other=TK)
         lo = tl.maximum(tl.min(first_key, 0), 0) // BLOCK_N * BLOCK_N
-    gate_q = rows.to(tl.float32)
     if HAS_GATE:
-        gate_q = tl.load(gate_q_ptr + q_head * TQ + rows, mask=rows < TQ, other=0.0)
-        gate_k_ptr += q_head * TK
+        gate_k_ptr += q_head * tl.cdiv(TK, ROWS) * ROWS
 
-    q = load_tile(q_ptr, m0, stride_qt, TQ, BLOCK_M, BLOCK_D, HEAD_DIM)
-    d_out = load_tile(d_out_ptr, m0, stride_gt, TQ, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
-    lse, delta = load_rows(lse_ptr + q_head * TQ, delta_ptr + q_head * TQ, rows, TQ)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    q = load_tile(q_ptr, m0, stride_qt, TQ, ROWS, BLOCK_D, HEAD_DIM)
+    d_out = load_tile(d_out_ptr, m0, stride_gt, TQ, ROWS, BLOCK_DV, HEAD_DIM_V)
+    bias, delta = load_rows(rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2, m0, ROWS)
+    dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
     middle = tl.maximum(lo, TK // BLOCK_N * BLOCK_N)
     for whole in tl.static_range(2):
         dq, row_sum = query_gradient(
-            dq, row_sum, q, d_out, lse, delta, k_ptr, v_ptr, gate_k_ptr, None, stride_kt, stride_vt,
-            lo if whole == 0 else middle, middle if whole == 0 else TK, gate_q, 0.0, first_key, TK,
-            scale * 1.4426950408889634, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
+            dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_k_ptr, None, stride_kt,
+            stride_vt, lo if whole == 0 else middle, middle if whole == 0 else TK, 0.0, first_key,
+            TK, scale * 1.4426950408889634, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
             whole == 0, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip
-    store_tile(dq_ptr, m0, stride_dqt, TQ, dq * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
+    store_tile(dq_ptr, m0, stride_dqt, TQ, dq * scale, ROWS, BLOCK_D, HEAD_DIM)
     if HAS_GATE:
         tl.store(d_gate_q_ptr + q_head * TQ + rows, row_sum, mask=rows < TQ)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def rectangle_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, gate_q_ptr, gate_k_ptr, first_ptr, reach_ptr, lse_ptr, delta_ptr,
-    d_out_ptr, dk_ptr, dv_ptr, d_gate_k_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb,
-    stride_vh, stride_gb, stride_gh, stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt,
-    stride_dvh, TQ, TK, HQ, scale, stride_qt: tl.constexpr, stride_kt: tl.constexpr,
-    stride_vt: tl.constexpr, stride_gt: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, gate_k_ptr, first_ptr, reach_ptr, rows_ptr, d_out_ptr, dk_ptr, dv_ptr,
+    d_gate_k_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb,
+    stride_gh, stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt, stride_dvh, TQ, TK, HQ,
+    scale, stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr,
+    stride_gt: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of one key tile over every query head of its group, and the gradient of gate_k."""
-    n0, head = tl.program_id(0) * BLOCK_N, tl.program_id(1)
+    """dk, dv of ROWS keys over every query head of its group; the gradient of gate_k."""
+    n0, head = tl.program_id(0) * ROWS, tl.program_id(1)
     H = HQ // GROUP
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     q_ptr += b * stride_qb
     d_out_ptr += b * stride_gb
-    keys = n0 + tl.arange(0, BLOCK_N)
-    k = load_tile(
-        k_ptr + b * stride_kb + h * stride_kh, n0, stride_kt, TK, BLOCK_N, BLOCK_D, HEAD_DIM
-    )
+    keys = n0 + tl.arange(0, ROWS)
+    k = load_tile(k_ptr + b * stride_kb + h * stride_kh, n0, stride_kt, TK, ROWS, BLOCK_D, HEAD_DIM)
     v = load_tile(
-        v_ptr + b * stride_vb + h * stride_vh, n0, stride_vt, TK, BLOCK_N, BLOCK_DV, HEAD_DIM_V
+        v_ptr + b * stride_vb + h * stride_vh, n0, stride_vt, TK, ROWS, BLOCK_DV, HEAD_DIM_V
     )
     reach = TQ  # no query from here on sees the tile
     if HAS_DOC:
         reach = tl.load(reach_ptr + b * tl.num_programs(0) + tl.program_id(0))
         first_ptr += b * TQ
     middle = tl.minimum(reach, TQ // BLOCK_M * BLOCK_M)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dk = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    dv = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for g in tl.range(GROUP, num_stages=1):
         hq = h * GROUP + g
         q_head = b * HQ + hq
         gate_k = keys.to(tl.float32)
         if HAS_GATE:
-            gate_k = tl.load(gate_k_ptr + q_head * TK + keys, mask=keys < TK, other=0.0)
-        col_sum = tl.zeros([BLOCK_N], tl.float32)
+            gate_k = tl.load(gate_k_ptr + q_head * tl.cdiv(TK, ROWS) * ROWS + keys)
+        col_sum = tl.zeros([ROWS], tl.float32)
         for whole in tl.static_range(2):
             dk, dv, col_sum = key_pass(
                 dk, dv, col_sum, k, v, q_ptr + hq * stride_qh, d_out_ptr + hq * stride_gh,
-                lse_ptr + q_head * TQ, delta_ptr + q_head * TQ, gate_q_ptr + q_head * TQ, None,
-                first_ptr, stride_qt, stride_gt, 0 if whole == 0 else middle,
-                middle if whole == 0 else reach, TQ, keys, gate_k, 0.0, scale * 1.4426950408889634,
-                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, whole == 0, HAS_GATE, HAS_DOC,
-                PRECISION,
+                rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2, None, first_ptr, stride_qt,
+                stride_gt, 0 if whole == 0 else middle, middle if whole == 0 else reach, TQ, keys,
+                gate_k, 0.0, scale * 1.4426950408889634, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
+                BLOCK_M, whole == 0, False, HAS_GATE, HAS_DOC, PRECISION,
             )  # fmt: skip
         if HAS_GATE:
             tl.store(d_gate_k_ptr + q_head * TK + keys, col_sum, mask=keys < TK)
     store_tile(
-        dk_ptr + b * stride_dkb + h * stride_dkh, n0, stride_dkt, TK, dk * scale, BLOCK_N, BLOCK_D,
+        dk_ptr + b * stride_dkb + h * stride_dkh, n0, stride_dkt, TK, dk * scale, ROWS, BLOCK_D,
         HEAD_DIM,
     )  # fmt: skip
     store_tile(
-        dv_ptr + b * stride_dvb + h * stride_dvh, n0, stride_dvt, TK, dv, BLOCK_N, BLOCK_DV,
+        dv_ptr + b * stride_dvb + h * stride_dvh, n0, stride_dvt, TK, dv, ROWS, BLOCK_DV,
         HEAD_DIM_V,
     )  # fmt: skip
 
@@ -185,9 +180,9 @@ def _arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gate_q: Tensor | None,
     gate_k: Tensor | None,
     first_key: Tensor | None,
+    rows: int,
 ) -> dict[str, Any]:
     """What the three kernels share but for tiles."""
     q, k, v = dense(q), dense(k), dense(v)
@@ -195,8 +190,7 @@ def _arguments(
         "q_ptr": q,
         "k_ptr": k,
         "v_ptr": v,
-        "gate_q_ptr": q if gate_q is None else (gate_q * LOG2_E).float().contiguous(),
-        "gate_k_ptr": q if gate_k is None else (gate_k * -LOG2_E).float().contiguous(),
+        "gate_k_ptr": q if gate_k is None else _whole_tiles((gate_k * -LOG2_E).float(), rows),
         "first_ptr": q if first_key is None else first_key.contiguous(),
         **strides(("q", q), ("k", k), ("v", v)),
         "TQ": q.shape[1],
@@ -207,19 +201,16 @@ def _arguments(
         "BLOCK_D": padded(q.shape[3]),
         "HEAD_DIM_V": v.shape[3],
         "BLOCK_DV": padded(v.shape[3]),
-        "HAS_GATE": gate_q is not None,
+        "ROWS": rows,
+        "HAS_GATE": gate_k is not None,
         "HAS_DOC": first_key is not None,
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }
 
 
-def _tile_arguments(tile: config.Tiles) -> dict[str, int]:
-    return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
+def _whole_tiles(x: Tensor, rows: int, value: float = 0.0) -> Tensor:
+    """x [..., T] with `value` up to the end of its last tile."""
+    return torch.nn.functional.pad(x.contiguous(), (0, -x.shape[-1] % rows), value=value)
 
 
 def rectangle_forward(
@@ -242,16 +233,18 @@ def rectangle_forward(
     """
     assert out.stride(-1) == 1 and lse.stride(-1) == 1, (out.stride(), lse.stride())
     B, TQ, HQ, D = q.shape
-    tile, _, _ = config.rectangle_tiles(q.dtype, padded(max(D, v.shape[3])))
-    rectangle_forward_kernel[(triton.cdiv(TQ, tile.block_m), B * HQ)](
-        **_arguments(q, k, v, gate_q, gate_k, first_key),
-        **_tile_arguments(tile),
+    tile = config.forward_tiles(q.dtype, padded(max(D, v.shape[3])), True)
+    rectangle_forward_kernel[(triton.cdiv(TQ, tile.rows), B * HQ)](
+        **_arguments(q, k, v, gate_k, first_key, tile.rows),
         **strides(("o", out)),
+        gate_q_ptr=None if gate_q is None else (gate_q * LOG2_E).float().contiguous(),
         out_ptr=out,
         lse_ptr=lse,
         stride_lb=lse.stride(0),
         stride_lh=lse.stride(1),
         scale=scale * LOG2_E,
+        BLOCK_N=tile.stream,
+        **tile.options,
     )
 
 
@@ -276,38 +269,44 @@ def rectangle_backward(
     B, TQ, HQ, D = q.shape
     TK, H, DV = v.shape[1:]
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    width = padded(max(D, DV))
+    query_tile, key_tile = config.query_tiles(q.dtype, width), config.key_tiles(q.dtype, width)
+    rows = query_tile.rows
     d_gate_q = d_gate_k = None
+    bias = lse * -LOG2_E
     if gate_q is not None and gate_k is not None:
         d_gate_q, d_gate_k = lse.new_empty(gate_q.shape), lse.new_empty(gate_k.shape)
-    _, query_tile, key_tile = config.rectangle_tiles(q.dtype, padded(max(D, DV)))
+        bias = bias + (gate_q * LOG2_E).float()
+    terms = _whole_tiles(bias, rows, float("-inf")), _whole_tiles(delta, rows)
     shared = {
-        **_arguments(q, k, v, gate_q, gate_k, first_key),
+        **_arguments(q, k, v, gate_k, first_key, rows),
         **strides(("g", d_out)),
-        "lse_ptr": lse.contiguous(),
-        "delta_ptr": delta.contiguous(),
+        "rows_ptr": torch.stack(terms, -1),
         "d_out_ptr": d_out,
         "scale": scale,
     }
-    rectangle_dq_kernel[(triton.cdiv(TQ, query_tile.block_m), B * HQ)](
+    rectangle_dq_kernel[(triton.cdiv(TQ, rows), B * HQ)](
         **shared,
-        **_tile_arguments(query_tile),
         **strides(("dq", dq)),
         dq_ptr=dq,
         d_gate_q_ptr=d_gate_q,
+        BLOCK_N=query_tile.stream,
+        **query_tile.options,
     )
     reach = None
     if first_key is not None:
-        last_keys = torch.arange(0, TK, key_tile.block_n, device=q.device, dtype=torch.int32)
-        last_keys = (last_keys + (key_tile.block_n - 1)).repeat(B, 1)
+        last_keys = torch.arange(0, TK, rows, device=q.device, dtype=torch.int32)
+        last_keys = (last_keys + (rows - 1)).repeat(B, 1)
         reach = torch.searchsorted(first_key.contiguous(), last_keys, right=True, out_int32=True)
-    rectangle_dkdv_kernel[(triton.cdiv(TK, key_tile.block_n), B * H)](
+    rectangle_dkdv_kernel[(triton.cdiv(TK, rows), B * H)](
         **shared,
-        **_tile_arguments(key_tile),
         **strides(("dk", dk), ("dv", dv)),
         reach_ptr=reach,
         dk_ptr=dk,
         dv_ptr=dv,
         d_gate_k_ptr=d_gate_k,
+        BLOCK_M=key_tile.stream,
+        **key_tile.options,
     )
     if gate_q is None or gate_k is None or d_gate_q is None or d_gate_k is None:
         return dq, dk, dv, None, None

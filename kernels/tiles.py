@@ -17,8 +17,8 @@ GATE_SPAN = tl.constexpr(128)
 """Tokens per fp64 offset of the gate's running sum; a multiple of every attention tile."""
 
 RUNTIME = """
-T TQ TK H HQ num_chunks num_levels total_rows total_blocks num_blocks num_splits num_parents level
-row_base block_base child_base parent_base
+T TQ TK H HQ num_chunks num_levels total_rows moved_rows total_blocks
+num_blocks num_splits num_parents level row_base block_base child_base parent_base
 stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh stride_lb stride_lh
 """.split()
 """Arguments that follow the sequence length: specialised, they would compile anew for others."""
@@ -43,31 +43,36 @@ def total_rows(seq_len: int) -> int:
     return sum(level_rows(seq_len, level) for level in range(num_levels(seq_len)))
 
 
-def product_levels(seq_len: int, whole: bool) -> range:
-    """Levels whose products are stored; chunks keep their factors.
-
-    A whole piece has them up to the root. Otherwise nothing moves after the last level.
-    """
-    levels = num_levels(seq_len)
-    return range(1, max(levels, 1) + 1) if whole else range(1, levels - 1)
+def moving_levels(seq_len: int, piece: bool) -> range:
+    """Levels whose tiles move on: all but the top, which moves those of a piece to its ends."""
+    return range(num_levels(seq_len) - (not piece))
 
 
-def level_blocks(seq_len: int, level: int, whole: bool) -> int:
-    """Blocks of a level whose product P is read: the complete ones, all of a whole piece."""
+def moved_rows(seq_len: int, piece: bool) -> int:
+    """Rows of these levels."""
+    return sum(level_rows(seq_len, level) for level in moving_levels(seq_len, piece))
+
+
+def product_levels(seq_len: int, piece: bool) -> range:
+    """Levels whose products are made: those that move tiles, and that of the whole piece."""
+    return range(num_levels(seq_len) + (1 if piece else -1))
+
+
+def level_blocks(seq_len: int, level: int, piece: bool) -> int:
+    """Blocks of a level whose product P is read: the complete ones, all of a piece."""
     size = CHUNK << level
-    return (seq_len + size - 1) // size if whole else seq_len // size
+    return (seq_len + size - 1) // size if piece else seq_len // size
 
 
-def stored_blocks(seq_len: int, level: int, whole: bool) -> int:
-    """Products stored of a level: in a whole piece the last has a sibling, if only an identity."""
-    blocks = level_blocks(seq_len, level, whole)
-    return blocks + blocks % 2 if whole and blocks > 1 else blocks
+def stored_blocks(seq_len: int, level: int) -> int:
+    """Products of a level lie in pairs of siblings, those of all levels one after another."""
+    pair = 2 * CHUNK << level
+    return (seq_len + pair - 1) // pair * 2
 
 
-def total_blocks(seq_len: int, whole: bool) -> int:
-    """Stored products of one head; that of a whole piece itself is the last."""
-    levels = product_levels(seq_len, whole)
-    return sum(stored_blocks(seq_len, level, whole) for level in levels)
+def total_blocks(seq_len: int) -> int:
+    """Stored products of one head; the last pair holds that of the whole piece."""
+    return sum(stored_blocks(seq_len, level) for level in range(num_levels(seq_len) + 1))
 
 
 @triton.jit
@@ -78,19 +83,18 @@ def rows_of_level(seq_len, level, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def blocks_of_level(seq_len, half, WHOLE: tl.constexpr):
-    """`stored_blocks` on the device, of blocks of `half` tokens below the root."""
-    if WHOLE:
-        return tl.cdiv(seq_len, 2 * half) * 2
-    else:
-        return seq_len // half
+def blocks_of_level(seq_len, half):
+    """`stored_blocks` on the device."""
+    return tl.cdiv(seq_len, 2 * half) * 2
 
 
 @triton.jit
 def tile_pointers(ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Pointers [ROWS, COLS] to consecutive rows; 64-bit only in the scalar part."""
     base = ptr + tl.cast(first_row, tl.int64) * stride
-    return base + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]
+    return base + (
+        tl.arange(0, ROWS).to(tl.int64)[:, None] * stride + tl.arange(0, COLS).to(tl.int64)[None, :]
+    )
 
 
 @triton.jit
@@ -135,14 +139,12 @@ def load_square(ptr, index, SIZE: tl.constexpr):
 
 
 @triton.jit
-def round_tf32(x):
-    """fp32 to the nearest tf32: the tensor core would truncate, which biases every product down."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def split(x, dtype: tl.constexpr):
-    """fp32 x as high + low of a 16-bit type."""
+    """fp32 x as high + low of a 16-bit type.
+
+    By conversions, never by masking bits: ptxas 12.8 takes `accumulator & mask` for zero where a
+    loop of wgmma starts from zero, and all products with high are lost.
+    """
     high = x.to(dtype)
     return high, (x - high.to(tl.float32)).to(dtype)
 
@@ -174,25 +176,39 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def round_product(product, PRECISION: tl.constexpr):
-    """A D x D product as it is stored: for 16-bit inputs in tf32, as `product_dot` reads it."""
-    if PRECISION == "tf32x3" or PRECISION == "fp32":
-        return product
-    else:
-        return round_tf32(product)
+def as_product(x):
+    """fp32 x as the result of a product. A loaded tile that is carried through a loop of products
+    would be carried in every layout that it is used in: twice the registers spill at D = 128.
+    """
+    left = tl.zeros([x.shape[0], 16], tl.float16)
+    return tl.dot(left, tl.zeros([16, x.shape[1]], tl.float16), x)
 
 
 @triton.jit
-def product_dot(a, b, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """a b, or a b^T if TRANSPOSED, for a stored D x D product b.
-
-    For 16-bit inputs tf32 rounded to nearest suffices (3e-4 in o after all levels). But tensor
-    cores read tf32 operands along their rows only, and turning b in shared memory costs more than
-    two more 16-bit terms: the key sweep took 1.06 ms with it and 0.79 ms with `dot`.
-    """
-    if not TRANSPOSED:
-        return dot(a, b, PRECISION)
-    elif PRECISION == "tf32x3" or PRECISION == "fp32":
-        return dot(a, tl.trans(b), PRECISION)
+def turned(x, TRANSPOSE: tl.constexpr):
+    """x or x^T."""
+    if TRANSPOSE:
+        return tl.trans(x)
     else:
-        return tl.dot(round_tf32(a), tl.trans(b), input_precision="tf32")
+        return x
+
+
+@triton.jit
+def as_type(product, dtype: tl.constexpr):
+    """A stored product beside an operand of type `dtype`."""
+    return product.to(dtype)
+
+
+@triton.jit
+def move(t, product, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """Rows t in fp32 moved by a stored D x D product: t P, or t P^T if TRANSPOSED.
+
+    For 16-bit inputs P is stored in fp16: its entries are at most 1, and 11 bits cost 3e-4 in o
+    after all levels. The rows get the same 11 bits relative to their largest entry, so that neither
+    large queries nor tiny gradients leave fp16's range.
+    """
+    if product.dtype == tl.float32:
+        return dot(t, turned(product, TRANSPOSED), PRECISION)
+    else:
+        size = tl.maximum(tl.max(tl.abs(t), 1), 1e-30)[:, None]
+        return tl.dot((t * (1.0 / size)).to(tl.float16), turned(product, TRANSPOSED)) * size
