@@ -12,7 +12,6 @@ from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, row_
 from .attention_forward import attention_forward_kernel
 from .frames import Ends, FrameGradients, Frames, frames_backward, make_frames
 from .inputs import LOG2_E, Inputs, dense, groups, strides
-from .tiles import CHUNK
 
 
 def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
@@ -31,11 +30,11 @@ def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -
         **strides(("q", x.q), ("k", x.k), ("v", x.v)),
         "T": T,
         "HQ": x.q.shape[2],
-        "num_chunks": triton.cdiv(T, CHUNK),
+        "num_chunks": triton.cdiv(T, tile.rows),
         "num_levels": tiles.num_levels(T),
         "total_rows": tiles.total_rows(T),
         "GROUP": x.group,
-        "CHUNK": CHUNK,
+        "CHUNK": tile.rows,
         **tile.options,
         **x.widths,
         **x.value_widths,
@@ -55,7 +54,7 @@ def forward(inputs: Inputs, out: Tensor, ends: Ends | None = None) -> Tensor:
         batch, _, queries = group
         part = out[batch, :, queries]
         tile = config.forward_tiles(x.q.dtype, x.widest, frames is not None)
-        attention_forward_kernel[(triton.cdiv(T, CHUNK), part.shape[0] * part.shape[2])](
+        attention_forward_kernel[(triton.cdiv(T, tile.rows), part.shape[0] * part.shape[2])](
             **_attention_arguments(x, frames, tile),
             BLOCK_N=tile.stream,
             out_ptr=part,
@@ -139,9 +138,13 @@ def _backward_group(
     x: Inputs, d_out: Tensor, out: Tensor, lse: Tensor, grads: Gradients, d_ends: Ends | None
 ) -> None:
     B, T, HQ, _ = x.q.shape
-    chunks = triton.cdiv(T, CHUNK)
+    query_tile, key_tile = (
+        config.query_tiles(x.q.dtype, x.widest),
+        config.key_tiles(x.q.dtype, x.widest),
+    )
+    chunks = triton.cdiv(T, query_tile.rows)
     frames = None if x.w is None else make_frames(x)
-    rows = lse.new_empty(B, HQ, chunks * CHUNK, 2)
+    rows = lse.new_empty(B, HQ, chunks * query_tile.rows, 2)
     row_kernel[(chunks, B * HQ)](
         out_ptr=out,
         d_out_ptr=d_out,
@@ -152,7 +155,7 @@ def _backward_group(
         T=T,
         HQ=HQ,
         num_chunks=chunks,
-        CHUNK=CHUNK,
+        CHUNK=query_tile.rows,
         HAS_GATE=x.gate is not None,
         **x.value_widths,
     )
@@ -168,9 +171,8 @@ def _backward_group(
         "MOVE": x.precision,
         **strides(("g", d_out)),
     }
-    tile = config.query_tiles(x.q.dtype, x.widest)
     attention_dq_kernel[(chunks, B * HQ)](
-        **_attention_arguments(x, frames, tile),
+        **_attention_arguments(x, frames, query_tile),
         **shared,
         **strides(("e", from_start), ("dq", grads.q)),
         incoming_ptr=from_start,
@@ -178,11 +180,10 @@ def _backward_group(
         dq_moved_ptr=of_frames.q_moved if of_frames else grads.q,
         d_local_ptr=of_frames.local if of_frames else grads.q,
         row_sum_ptr=lse if grads.row_sum is None else grads.row_sum,
-        BLOCK_N=tile.stream,
+        BLOCK_N=query_tile.stream,
     )
-    tile = config.key_tiles(x.q.dtype, x.widest)
     attention_dkdv_kernel[(chunks, B * x.k.shape[2])](
-        **_attention_arguments(x, frames, tile),
+        **_attention_arguments(x, frames, key_tile),
         **shared,
         **strides(("e", from_end), ("dk", grads.k), ("dv", grads.v)),
         incoming_ptr=from_end,
@@ -191,7 +192,7 @@ def _backward_group(
         dk_moved_ptr=of_frames.k_moved if of_frames else grads.k,
         dv_ptr=grads.v,
         col_sum_ptr=lse if grads.col_sum is None else grads.col_sum,
-        BLOCK_M=tile.stream,
+        BLOCK_M=key_tile.stream,
     )
     if frames and of_frames:
         frames_backward(
