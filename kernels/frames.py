@@ -213,7 +213,8 @@ def frames_backward(
 ) -> None:
     """From the gradients of frames to those of q, k, w, beta."""
     B, T, HQ, D = x.q.shape
-    H, chunks, levels = x.k.shape[2], frames.inverse.shape[2], tiles.num_levels(T)
+    H, width, levels = x.k.shape[2], x.width, tiles.num_levels(T)
+    chunks = frames.inverse.shape[2]
     factors = _chunk_arguments(x, frames)
     dx, scratch = frames.inverse, grads.local
     if levels > 1:
@@ -248,5 +249,6 @@ def frames_backward(
         **strides(("q", x.q), ("k", x.k), ("dq", dq), ("dk", dk), ("dw", dw), ("db", d_beta)),
         GROUP=x.group,
         HAS_PRODUCT=levels > 1,
+        WIDE=config.contract_columns(x.q.dtype, width),
         num_warps=4,
     )
