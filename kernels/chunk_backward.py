@@ -110,16 +110,32 @@ def load_beta(beta_ptr, first, stride, T, CHUNK: tl.constexpr):
 
 @triton.jit
 def contract(
-    a_ptr, a_row, stride_a, a_limit, w_ptr, w_row, stride_w, w_limit,
-    A_WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, SLAB: tl.constexpr, PRECISION: tl.constexpr,
+    a_ptr, stride_a, c_ptr, w_ptr, stride_w, first, T,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SLAB: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """a W^T [C, C] of rows a_row ... and w_row ..."""
+    """a W^T and c W^T [C, C] of the chunk at `first` of a and W; c is a [C, BLOCK_D] matrix."""
+    a_acc = tl.zeros([CHUNK, CHUNK], tl.float32)
+    c_acc = a_acc
+    for column in tl.range(0, BLOCK_D, SLAB, num_stages=1):
+        w = load_slab(w_ptr, first, stride_w, T, column, CHUNK, SLAB, HEAD_DIM)
+        a = load_slab(a_ptr, first, stride_a, T, column, CHUNK, SLAB, HEAD_DIM)
+        c = load_slab(c_ptr, 0, BLOCK_D, CHUNK, column, CHUNK, SLAB, BLOCK_D)
+        a_acc = add_dot(a_acc, a, w, PRECISION, TRANS_B=True)
+        c_acc = add_dot(c_acc, c, w, PRECISION, TRANS_B=True)
+    return a_acc, c_acc
+
+
+@triton.jit
+def overlaps(
+    w_ptr, stride_w, first, T, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    SLAB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """W W^T of the chunk at `first`."""
     acc = tl.zeros([CHUNK, CHUNK], tl.float32)
     for column in tl.range(0, BLOCK_D, SLAB, num_stages=1):
-        w = load_slab(w_ptr, w_row, stride_w, w_limit, column, CHUNK, SLAB, HEAD_DIM)
-        a = load_slab(a_ptr, a_row, stride_a, a_limit, column, CHUNK, SLAB, A_WIDTH)
-        acc = add_dot(acc, a.to(w.dtype), w, PRECISION, TRANS_B=True)
+        w = load_slab(w_ptr, first, stride_w, T, column, CHUNK, SLAB, HEAD_DIM)
+        acc = add_dot(acc, w, w, PRECISION, TRANS_B=True)
     return acc
 
 
@@ -169,7 +185,7 @@ def chunk_backward_kernel(
     stride_dwb, stride_dwt, stride_dwh, stride_dbb, stride_dbt, stride_dbh,
     T, H, num_chunks,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_PRODUCT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dw, dbeta of one chunk; dw already holds the part that comes through P."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -194,15 +210,11 @@ def chunk_backward_kernel(
 
     beta = load_beta(beta_ptr, first, stride_bt, T, CHUNK)
     x = load_matrix(inverse_ptr, index, CHUNK) * beta[None, :]
-    up = contract(
-        k_ptr, first, stride_kt, T, w_ptr, first, stride_wt, T,
-        HEAD_DIM, HEAD_DIM, BLOCK_D, CHUNK, SLAB, PRECISION,
+    up, neg_de = contract(
+        k_ptr, stride_kt, dk_end_ptr, w_ptr, stride_wt, first, T, HEAD_DIM, BLOCK_D, CHUNK, WIDE,
+        PRECISION,
     )  # fmt: skip
     up = tl.where(upper, up, 0.0)
-    neg_de = contract(
-        dk_end_ptr, 0, BLOCK_D, CHUNK, w_ptr, first, stride_wt, T,
-        BLOCK_D, HEAD_DIM, BLOCK_D, CHUNK, SLAB, PRECISION,
-    )  # fmt: skip
     neg_e = (-add_dot(zero, up, x, PRECISION)).to(TILE)
     neg_dup = add_dot(zero, neg_de, x, PRECISION, TRANS_B=True)
     neg_dx = zero
@@ -214,19 +226,15 @@ def chunk_backward_kernel(
     d_local = neg_a
     d_low = zero
     for g in tl.range(GROUP, num_stages=1):
-        low = contract(
-            q_ptr + g * stride_qh, first, stride_qt, T, w_ptr, first, stride_wt, T,
-            HEAD_DIM, HEAD_DIM, BLOCK_D, CHUNK, SLAB, PRECISION,
+        low, neg_da = contract(
+            q_ptr + g * stride_qh, stride_qt, dq_start_ptr + (q_index + g * num_chunks) * CHUNK *
+            BLOCK_D, w_ptr, stride_wt, first, T, HEAD_DIM, BLOCK_D, CHUNK, WIDE, PRECISION,
         )  # fmt: skip
         low = tl.where(upper, 0.0, low)
         a = add_dot(zero, low, x, PRECISION, TRANS_B=True)
         neg_a = (-a).to(TILE)
         d_local = load_matrix(d_local_ptr, q_index + g * num_chunks, CHUNK).to(TILE)
         neg_dup = add_dot(neg_dup, d_local, a, PRECISION, TRANS_A=True)
-        neg_da = contract(
-            dq_start_ptr + (q_index + g * num_chunks) * CHUNK * BLOCK_D, 0, BLOCK_D, CHUNK,
-            w_ptr, first, stride_wt, T, BLOCK_D, HEAD_DIM, BLOCK_D, CHUNK, SLAB, PRECISION,
-        )  # fmt: skip
         neg_da = add_dot(neg_da, d_local, up, PRECISION)
         neg_dx = add_dot(neg_dx, neg_da, low, PRECISION, TRANS_A=True)
         d_low = tl.where(upper, 0.0, -add_dot(zero, neg_da, x, PRECISION))
@@ -240,10 +248,7 @@ def chunk_backward_kernel(
         zero, load_matrix(inverse_ptr, index, CHUNK, AGAIN=True), neg_dx, PRECISION, TRANS_A=True
     )
     dm = add_dot(zero, neg_y, x, PRECISION, TRANS_B=True)
-    s = contract(
-        w_ptr, first, stride_wt, T, w_ptr, first, stride_wt, T,
-        HEAD_DIM, HEAD_DIM, BLOCK_D, CHUNK, SLAB, PRECISION,
-    )  # fmt: skip
+    s = overlaps(w_ptr, stride_wt, first, T, HEAD_DIM, BLOCK_D, CHUNK, WIDE, PRECISION)
     dm = tl.where(upper, dm, 0.0)
     d_beta = tl.sum(dm * s - tl.where(offs[:, None] == offs[None, :], neg_y, 0.0), 1)
     rows = first + offs
@@ -258,25 +263,17 @@ def chunk_backward_kernel(
     for column in tl.range(0, BLOCK_D, SLAB, num_stages=1):
         w = load_slab(w_ptr, first, stride_wt, T, column, CHUNK, SLAB, HEAD_DIM)
         k = load_slab(k_ptr, first, stride_kt, T, column, CHUNK, SLAB, HEAD_DIM)
-        dk_end = load_slab(dk_end_ptr, 0, BLOCK_D, CHUNK, column, CHUNK, SLAB, BLOCK_D)
-        dw = add_dot(tl.zeros([SLAB, CHUNK], tl.float32), dk_end, neg_e, PRECISION, TRANS_A=True)
-        dw = add_dot(dw, k, d_up, PRECISION, TRANS_A=True)
-        dw = add_dot(dw, w, ds, PRECISION, TRANS_A=True)
-        dk = add_dot(
-            tl.zeros([SLAB, CHUNK], tl.float32), w, d_up, PRECISION, TRANS_A=True, TRANS_B=True
-        )
+        dw = tl.zeros([SLAB, CHUNK], tl.float32)
+        dk = dw
         for g in tl.range(GROUP, num_stages=1):
+            q = load_slab(q_ptr + g * stride_qh, first, stride_qt, T, column, CHUNK, SLAB, HEAD_DIM)
+            start_ptr = dq_start_ptr + (q_index + g * num_chunks) * CHUNK * BLOCK_D
+            dq_start = load_slab(start_ptr, 0, BLOCK_D, CHUNK, column, CHUNK, SLAB, BLOCK_D)
             if GROUP > 1:
                 slot = (q_index + g * num_chunks) * 2
                 neg_a = load_matrix(scratch_ptr, slot, CHUNK).to(TILE)
                 d_low = load_matrix(scratch_ptr, slot + 1, CHUNK)
                 d_local = load_matrix(d_local_ptr, q_index + g * num_chunks, CHUNK).to(TILE)
-            q = load_slab(q_ptr + g * stride_qh, first, stride_qt, T, column, CHUNK, SLAB, HEAD_DIM)
-            dk = add_dot(dk, q, d_local, PRECISION, TRANS_A=True)
-            dw = add_dot(dw, q, d_low, PRECISION, TRANS_A=True)
-            start_ptr = dq_start_ptr + (q_index + g * num_chunks) * CHUNK * BLOCK_D
-            dq_start = load_slab(start_ptr, 0, BLOCK_D, CHUNK, column, CHUNK, SLAB, BLOCK_D)
-            dw = add_dot(dw, dq_start, neg_a, PRECISION, TRANS_A=True)
             dq = add_dot(
                 tl.zeros([SLAB, CHUNK], tl.float32), w, d_low, PRECISION, TRANS_A=True, TRANS_B=True
             )
@@ -285,9 +282,16 @@ def chunk_backward_kernel(
             store_slab(
                 dq_ptr + g * stride_dqh, first, stride_dqt, T, column, dq, CHUNK, SLAB, HEAD_DIM
             )
+            dk = add_dot(dk, q, d_local, PRECISION, TRANS_A=True)
+            dw = add_dot(dw, q, d_low, PRECISION, TRANS_A=True)
+            dw = add_dot(dw, dq_start, neg_a, PRECISION, TRANS_A=True)
+        dk_end = load_slab(dk_end_ptr, 0, BLOCK_D, CHUNK, column, CHUNK, SLAB, BLOCK_D)
+        dk = add_dot(dk, w, d_up, PRECISION, TRANS_A=True, TRANS_B=True)
         dk = tl.trans(dk) + dk_end.to(tl.float32)
         store_slab(dk_ptr, first, stride_dkt, T, column, dk, CHUNK, SLAB, HEAD_DIM)
-        dw = tl.trans(dw)
+        dw = add_dot(dw, dk_end, neg_e, PRECISION, TRANS_A=True)
+        dw = add_dot(dw, k, d_up, PRECISION, TRANS_A=True)
+        dw = tl.trans(add_dot(dw, w, ds, PRECISION, TRANS_A=True))
         if HAS_PRODUCT:
             dw += load_slab(dw_ptr, first, stride_dwt, T, column, CHUNK, SLAB, HEAD_DIM).to(
                 tl.float32

@@ -92,3 +92,10 @@ products would spill.
 def chain_options(dtype: torch.dtype) -> dict[str, int | None]:
     """Warps and registers of the chunk transform and the sweeps."""
     return {"num_warps": 4, "maxnreg": None if dtype == torch.float32 else CHAIN_REGISTERS}
+
+
+def contract_columns(dtype: torch.dtype, width: int) -> int:
+    """Columns that the chunk's backward loads at a time for its C x C products: all of them in 16
+    bits, since it waits for loads more than for anything else.
+    """
+    return min(width, 64) if dtype == torch.float32 else width

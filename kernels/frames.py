@@ -299,5 +299,6 @@ def frames_backward(
         **strides(("q", x.q), ("k", x.k), ("dq", dq), ("dk", dk), ("dw", dw), ("db", d_beta)),
         GROUP=x.group,
         HAS_PRODUCT=has_product,
+        WIDE=config.contract_columns(x.q.dtype, x.width),
         num_warps=4,
     )
