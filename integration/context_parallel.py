@@ -11,12 +11,10 @@ rank (#3111), the tokens seen (#2983); and the validator asks each model for lla
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torchtitan.distributed.context_parallel as stock
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
@@ -25,7 +23,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from path_backend.layer import Shards
-from path_backend.layout import Layout
+from path_backend.layout import Layout, layout_from_positions
 
 LOAD_BALANCERS = ("headtail", None)
 ROTATE_METHODS = {"allgather": "allgather", "alltoall": "ring"}  # torchtitan's name: ours
@@ -138,38 +136,6 @@ class _LayoutReader:
             (positions == expected).all(),
             f"positions of {length} tokens must stay those of the first forward with that many",
         )
-
-
-def layout_from_positions(positions: torch.Tensor, group: dist.ProcessGroup) -> Layout:
-    """The layout of the sequences whose places `positions` [B, T] each rank of `group` gives.
-
-    Raises ValueError on every rank if the sequences of a batch are not cut alike, or the parts of
-    all ranks are not one sequence in pieces of equal length.
-    """
-    alike = bool((positions == positions[:1]).all())
-    runs = _runs(positions[0].tolist())
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, (alike, runs), group=group)
-    if not all(alike for alike, _ in found):
-        raise ValueError("positions must be the same in every sequence of a batch")
-    # Neighboring pieces of a rank look like one run; the shorter runs tell where it is cut.
-    length = math.gcd(*(size for _, runs in found for _, size in runs))
-    starts = tuple(
-        tuple(piece for start, size in runs for piece in range(start, start + size, length))
-        for _, runs in found
-    )
-    return Layout(starts, length)
-
-
-def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """(first, length) of each run of consecutive numbers."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and number == sum(runs[-1]):
-            runs[-1] = runs[-1][0], runs[-1][1] + 1
-        else:
-            runs.append((number, 1))
-    return runs
 
 
 def shard_document_masks() -> None:

@@ -100,48 +100,6 @@ def positions_of(layout, rank, batch=1):
     return shard(tokens.expand(batch, -1), layout, rank)
 
 
-def layouts_on_rank(group, layouts):
-    """What each rank reads from its positions."""
-    return [
-        context_parallel.layout_from_positions(positions_of(layout, group.rank(), batch), group)
-        for batch, layout in enumerate(layouts, 1)
-    ]
-
-
-def test_layout_is_read():
-    """Neighboring pieces of a rank taken for one, or the order of its pieces lost."""
-    layouts = [
-        Layout.head_tail(2, 5),
-        Layout.head_tail(2, 1),
-        Layout.contiguous(2, 7),
-        Layout(((0, 8, 4), (16, 12, 20)), 4),
-    ]
-    assert on_ranks(2, layouts_on_rank, layouts) == [layouts, layouts]
-
-
-def refusals_on_rank(group):
-    rank = group.rank()
-    cases = [
-        torch.tensor([[0, 1], [0, 1 + rank]]),  # sequences of a batch cut in two ways
-        torch.tensor([[0, 1]]),  # both ranks have the same tokens
-        torch.tensor([[4 * rank, 4 * rank + 1]]),  # a gap
-    ]
-    messages = []
-    for positions in cases:
-        with pytest.raises(ValueError) as error:
-            context_parallel.layout_from_positions(positions, group)
-        messages.append(str(error.value))
-    return messages
-
-
-def test_positions_that_make_no_sequence():
-    """One rank refusing alone, so that the others wait for it."""
-    first, second = on_ranks(2, refusals_on_rank)
-    assert first == second
-    assert "same in every sequence of a batch" in first[0]
-    assert "must cover the sequence" in first[1] and "must cover the sequence" in first[2]
-
-
 class Model(torch.nn.Module):
     """Counts the positions of the blocks; stands for a parallelized model."""
 

@@ -62,7 +62,13 @@ def rows(*values):
     return torch.tensor(values)
 
 
-LAYOUTS = [Layout.contiguous(2, 30), Layout.head_tail(2, 15), Layout(((30, 0), (10, 20)), 10)]
+LAYOUTS = [
+    Layout.contiguous(2, 30),
+    Layout.head_tail(2, 15),
+    Layout.head_tail(2, 1),
+    Layout(((30, 0), (10, 20)), 10),
+    Layout(((0, 8, 4), (16, 12, 20)), 4),
+]
 ERRORS = [  # positions of rank 0 and of rank 1
     (rows([0, 1]), rows([2, 3, 4]), "rank 0 has positions [1, 2] with equal rows, and rank 1 has"),
     (rows([0, 1], [0, 1]), rows([2, 3], [2, 4]), "rank 1 has positions [2, 2] with different rows"),
