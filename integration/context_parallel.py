@@ -4,9 +4,10 @@ torchtitan cuts tokens, labels and `positions` of each sequence into the pieces 
 and gives every block the positions of its rank. Here the layout is read from those positions, once
 per length, and document masks are cut as tokens are.
 
-Repaired, for `default` too: numbers that torchtitan sums over the ranks of a sequence but divides
-by the tokens of all of it, or counts on each of them: the validation loss, the largest loss of a
-rank (#3111), the tokens seen (#2983); and the validator asks each model for llama3's `freqs_cis`.
+Repaired, for `default` too, are numbers that belong to whole sequences and are taken from parts of
+them, or the reverse: the validation loss (divided by the tokens of one rank, then summed over the
+ranks), the largest loss of a rank (#3111), the tokens seen (#2983). And the validator asks each
+model for llama3's `freqs_cis`.
 """
 
 import contextlib

@@ -57,6 +57,7 @@ def context_parallel_attention(
     Raises:
         ValueError, TypeError: as path_attention. On every rank, if shapes, dtypes, options or the
             layout differ between ranks, or the tensors have not the length that the layout says.
+            On a GPU ranks are compared in the first call of its kind only, since the host waits.
         RuntimeError: from the process group, within its timeout, if another rank failed.
     """
     if rotate_method not in ROTATE_METHODS:
