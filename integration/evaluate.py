@@ -222,6 +222,11 @@ def evaluate(
 ) -> dict[str, Any]:
     """Load a checkpoint and score it; the result is what the JSON file holds."""
     is_task = bool(tasks.evaluation_sets(job.training.dataset))
+    if is_task and text:
+        raise ValueError(
+            f'--text must be left out for training.dataset = "{job.training.dataset}", which has '
+            f"its own evaluation sets, got {', '.join(map(str, text))}"
+        )
     longest = job.training.seq_len * (1 if is_task else max(factors))
     subject = load_subject(job, checkpoint, longest)
     result = describe(job, command) | {

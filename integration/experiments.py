@@ -141,6 +141,7 @@ def run(job: Job, results: Path, work: Path, predictions: int, extra: Sequence[s
     folder = work / job.name
     shutil.rmtree(folder, ignore_errors=True)  # the trainer would go on from there
     arguments = job.arguments(work, extra)
+    command = ("path-backend", "experiments", "--run", job.name)
     config = evaluate.load_job(arguments)
     started = time.monotonic()
     _train(config)
@@ -149,7 +150,7 @@ def run(job: Job, results: Path, work: Path, predictions: int, extra: Sequence[s
         config,
         evaluate.find_checkpoint(folder / config.checkpoint.folder, None),
         predictions=predictions,
-        command=shlex.join(["path-backend", "experiments", "--run", job.name, *extra]),
+        command=shlex.join([*command, f"--predictions={predictions}", *extra]),
     )
     curves = _curves(folder / config.metrics.save_tb_folder)
     training = {"seconds": round(seconds, 1), "steps": config.training.steps, "curves": curves}
@@ -337,7 +338,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, extra = parser.parse_known_args(arguments)
     jobs = plan()
     if options.run:
-        (job,) = (job for job in jobs if job.name == options.run)
+        job = next((job for job in jobs if job.name == options.run), None)
+        if job is None:
+            raise ValueError(f"--run must be a name that --list prints, got {options.run!r}")
         run(job, options.results, options.work, options.predictions, extra)
         return
     jobs = select(jobs, options.patterns, options.results)

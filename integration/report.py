@@ -288,8 +288,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.readme is None:
         print(text)
         return
-    before, rest = options.readme.read_text().split(BEGIN)
-    _, after = rest.split(END)
+    before, begin, rest = options.readme.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"--readme must hold the lines {BEGIN} and {END}, got {options.readme}")
     options.readme.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
 
 

@@ -93,9 +93,10 @@ def training_task(job_config: JobConfig) -> Task | None:
         sets = evaluation_sets(dataset)
         if validation.dataset not in sets:
             expected = f"one of {', '.join(sets)}" if sets else "text"
+            known = "" if sets else f"; the tasks are {', '.join(TRAINING)}"
             raise ValueError(
                 f'validation.dataset must be {expected} for training.dataset = "{dataset}", '
-                f"got {validation.dataset!r}"
+                f"got {validation.dataset!r}{known}"
             )
     return _TASKS[dataset](_config(job_config)) if dataset in _TASKS else None
 

@@ -135,6 +135,12 @@ class Bigram(nn.Module):
         return hidden if self.output is None else self.output(hidden)
 
 
+def test_refuses_text_for_a_task(tmp_path):
+    """`--text` accepted and ignored."""
+    with pytest.raises(ValueError, match='--text must be left out for .*"flip_flop".*, got '):
+        evaluate.evaluate(make_job(), tmp_path, predictions=1, text=[tmp_path], command="")
+
+
 def test_token_losses(monkeypatch):
     """Losses shifted by a token, rows lost between pieces, or a model left without its output."""
     monkeypatch.setattr(perplexity, "OUTPUT_ROWS", 3)

@@ -99,6 +99,12 @@ def test_select(plan, tmp_path):
         select(plan, ["flipflop/*"], tmp_path)
 
 
+def test_unknown_run():
+    """A mistyped job answered without its name."""
+    with pytest.raises(ValueError, match=r"--run must be a name that --list prints, got 'path'"):
+        experiments.main(["--run=path"])
+
+
 def test_pool(tmp_path, worker, capsys):
     """A job not run, a failure that stops the others or leaves no reason."""
     jobs = [job("a"), job("fail"), job("b")]
@@ -159,6 +165,7 @@ def test_one_job(tmp_path, name):
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / f"{name}.json").read_text())
     assert result["experiment"] == name and result["step"] == 2
+    assert f"--run {name} --predictions=50 --training.steps=2" in result["command"]
     assert all(score["predictions"] >= 50 for score in result["sets"].values())
     assert result["training"]["steps"] == 2
     for curve in ("loss_metrics/global_avg_loss", "validation_metrics/error"):

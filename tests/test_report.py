@@ -124,6 +124,18 @@ def test_readme_and_pictures(tmp_path):
         assert (tmp_path / f"{group}.png").stat().st_size > 5000
 
 
+def test_readme_without_marks(tmp_path):
+    """A file without a place for the tables overwritten, or refused without its name."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "flip_flop").mkdir()
+    (tmp_path / "flip_flop/path.json").write_text(json.dumps(flip_flop("path", 0, 0, 0)))
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{report.BEGIN}\n")
+    with pytest.raises(ValueError, match="--readme must hold the lines .*, got .*README.md"):
+        report.main([f"--results={tmp_path}", f"--readme={readme}"])
+    assert readme.read_text() == f"{report.BEGIN}\n"
+
+
 def test_nothing_to_report(tmp_path):
     """Tables of a wrong folder written as empty ones."""
     with pytest.raises(ValueError, match="--results must hold results of experiments, got "):

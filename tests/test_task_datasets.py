@@ -198,6 +198,7 @@ def test_evaluation_sets_of_other_datasets_are_refused():
             ["--training.dataset=python_stdlib"],
             "must be text for training.dataset = \"python_stdlib\", got 'flip_flop_sparse'",
         ),
+        (["--training.dataset=flipflop"], "the tasks are flip_flop, a5_word_problem, mqrar"),
         (
             ["--training.dataset_path=/tmp"],
             "training.dataset_path must not be set for flip_flop, which is drawn, got '/tmp'",
