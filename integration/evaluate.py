@@ -278,7 +278,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--factors", type=_positive, nargs="+", default=FACTORS, help="lengths / training.seq_len"
     )
     parser.add_argument(
-        "--documents", type=_positive, default=64, help="documents per length and text, at most"
+        "--documents",
+        type=_positive,
+        default=64,
+        help="documents per text and longest length they fill",
     )
     options, overrides = parser.parse_known_args(arguments)
     init_logger()
