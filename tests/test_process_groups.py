@@ -209,7 +209,7 @@ def attend_unless_failed(group, where, method):
         return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("method", ["allgather", "ring"])
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
 @pytest.mark.parametrize(
     "where, kind", [("before", ZeroDivisionError), ("inside", ValueError), ("absent", type(None))]
 )
