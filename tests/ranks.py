@@ -55,6 +55,7 @@ def _rank_main(folder, rank, ranks, timeout, backend, function, arguments):
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
+    dist.barrier()  # a rank that is done must not leave while others still connect
     try:
         outcome = function(dist.group.WORLD, *arguments)
     except Exception as error:
