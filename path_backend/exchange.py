@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # The ops that functional collectives trace to. Unlike torch.distributed's functions they take the
@@ -59,7 +60,11 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """The transport of a process group."""
+    """The transport of a process group.
+
+    On a CPU every call waits: with gloo, collectives in flight through torch's functional ops end
+    in a crash once in some ten thousand calls (torch 2.13).
+    """
 
     _agreed: ClassVar[set[tuple[str, str]]] = set()
     _NOTE = 512  # bytes
@@ -68,15 +73,18 @@ class GroupTransport:
         from torch._C._distributed_c10d import _resolve_process_group  # not in every build
 
         group = _resolve_process_group(group_name)  # type: ignore[arg-type]
-        self.name, self.rank, self.ranks = group_name, group.rank(), group.size()
+        self.group, self.name, self.rank, self.ranks = group, group_name, group.rank(), group.size()
 
     def all_gather(self, x: Tensor) -> Wait:
+        if x.device.type == "cpu":
+            gathered = x.new_empty(self.ranks * x.numel())
+            dist.all_gather_into_tensor(gathered, x.contiguous().flatten(), group=self.group)
+            return lambda: gathered.view(self.ranks, *x.shape)
         y = _collectives.all_gather_into_tensor(x.contiguous(), self.ranks, self.name)
         return lambda: _collectives.wait_tensor(y).view(self.ranks, *x.shape)
 
     def reduce_scatter(self, x: Tensor) -> Wait:
         if x.device.type == "cpu":
-            # Gloo's own crashes, once in some ten thousand calls (torch 2.13, 4 ranks).
             shares = self.all_to_all(x)
             return lambda: shares().sum(0)
         y = _collectives.reduce_scatter_tensor(
@@ -88,12 +96,20 @@ class GroupTransport:
         sent, received = [0] * self.ranks, [0] * self.ranks
         sent[(self.rank + distance) % self.ranks] = x.numel()
         received[(self.rank - distance) % self.ranks] = x.numel()
-        y = _collectives.all_to_all_single(x.contiguous().flatten(), received, sent, self.name)
-        return lambda: _collectives.wait_tensor(y).view(x.shape)
+        return self._exchange(x, received, sent)
 
     def all_to_all(self, x: Tensor) -> Wait:
         sizes = [x[0].numel()] * self.ranks
-        y = _collectives.all_to_all_single(x.contiguous().flatten(), sizes, sizes, self.name)
+        return self._exchange(x, sizes, sizes)
+
+    def _exchange(self, x: Tensor, received: list[int], sent: list[int]) -> Wait:
+        """Sends parts of x of these sizes to the ranks; what came has x's shape."""
+        flat = x.contiguous().flatten()
+        if x.device.type == "cpu":
+            arrived = torch.empty_like(flat)
+            dist.all_to_all_single(arrived, flat, received, sent, group=self.group)
+            return lambda: arrived.view(x.shape)
+        y = _collectives.all_to_all_single(flat, received, sent, self.name)
         return lambda: _collectives.wait_tensor(y).view(x.shape)
 
     def agree(self, description: str, device: torch.device) -> None:
