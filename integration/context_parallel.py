@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import torchtitan.distributed.context_parallel as stock
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from path_backend.integration.substitute import substituted
 from path_backend.layer import Shards
 from path_backend.layout import Layout, layout_from_positions
 
@@ -92,14 +94,12 @@ def applied(
     method = ROTATE_METHODS[job_config.parallelism.context_parallel_rotate_method]
     if job_config.model.path.context_parallel == "heads":
         method = "ulysses"
-    theirs = namespace[name]
-    namespace[name] = lambda modules, mesh, attention_type: share_sequences(
-        model, Shards(mesh.get_group(), method)
-    )
-    try:
+
+    def share(modules: list[nn.Module], mesh: DeviceMesh, attention_type: str) -> None:
+        share_sequences(model, Shards(mesh.get_group(), method))
+
+    with substituted(namespace, name, share):
         yield
-    finally:
-        namespace[name] = theirs
 
 
 def share_sequences(model: nn.Module, shards: Shards) -> None:

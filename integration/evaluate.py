@@ -11,7 +11,6 @@ job's own. Further arguments override keys of the TOML file, as the trainer's do
 
 import argparse
 import datetime
-import importlib
 import json
 import shlex
 import sys
@@ -26,13 +25,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torchtitan.components.metrics import TensorBoardLogger
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger, logger
 
 from path_backend.benchmark import commit, version
 from path_backend.integration import dataset, perplexity, tasks
+from path_backend.integration.job import load_job, model_args
 from path_backend.integration.task_error import count_errors
 
 FACTORS = (1, 4, 8, 16)  # of training.seq_len: the lengths of perplexity
@@ -66,14 +66,6 @@ class Subject:
         return self.model(tokens, attention_masks=masks)
 
 
-def load_job(arguments: Sequence[str]) -> JobConfig:
-    """The job of `--job.config_file=...` and overrides, after its own imports."""
-    job = ConfigManager().parse_args(list(arguments))
-    if job.experimental.custom_import:
-        importlib.import_module(job.experimental.custom_import)
-    return job
-
-
 def load_subject(job: JobConfig, checkpoint: Path, longest: int) -> Subject:
     """The job's model with the weights of a checkpoint, able to read `longest` tokens.
 
@@ -82,8 +74,7 @@ def load_subject(job: JobConfig, checkpoint: Path, longest: int) -> Subject:
     device = torch.device(utils.device_type, 0 if utils.device_type != "cpu" else None)
     spec = get_train_spec(job.model.name)
     tokenizer = spec.build_tokenizer_fn(job) if spec.build_tokenizer_fn else None
-    args = spec.model_args[job.model.flavor]
-    args.update_from_config(job)
+    args = model_args(job)
     args.max_seq_len = max(args.max_seq_len, longest)  # the tables of RoPE have as many rows
     with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[job.training.dtype]):
         model = spec.model_cls(args)

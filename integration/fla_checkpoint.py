@@ -13,16 +13,14 @@ Source of names and constants: fla/layers/path_attn.py and fla/models/path_attn,
 """
 
 import argparse
-import importlib
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from torchtitan.config import ConfigManager
-from torchtitan.protocols.train_spec import get_train_spec
 
+from path_backend.integration.job import load_job, model_args
 from path_backend.integration.model import PathArgs
 
 INDEX = "model.safetensors.index.json"
@@ -154,12 +152,7 @@ def _convert(names: dict[str, str], source: Path, target: Path, convert_conv) ->
 
 def job_args(arguments: list[str]) -> PathArgs:
     """Model arguments of a job, as the trainer would make them."""
-    job = ConfigManager().parse_args(arguments)
-    if job.experimental.custom_import:
-        importlib.import_module(job.experimental.custom_import)
-    args = get_train_spec(job.model.name).model_args[job.model.flavor]
-    args.update_from_config(job)
-    return args
+    return model_args(load_job(arguments))
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import TrainSpec
 
 from path_backend import tasks
+from path_backend.integration.substitute import substituted
 from path_backend.integration.task_error import log_errors
 from path_backend.tasks import A5WordProblem, FlipFlop, Mqrar, Stream, Task
 
@@ -223,12 +224,9 @@ def _build_validator(
     """torchtitan's validator asks one function for its data: for a task, another one answers."""
     if training_task(job_config) is None:
         return stock(job_config=job_config, **kwargs)
-    build_text = validate.build_text_validation_dataloader
-    validate.build_text_validation_dataloader = _build_validation_dataloader
-    try:
+    name = "build_text_validation_dataloader"
+    with substituted(vars(validate), name, _build_validation_dataloader):
         return log_errors(stock(job_config=job_config, **kwargs))
-    finally:
-        validate.build_text_validation_dataloader = build_text
 
 
 def _build_validation_dataloader(

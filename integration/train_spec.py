@@ -26,6 +26,7 @@ from torchtitan.tools.logging import logger
 
 from path_backend.integration import checkpoint, context_parallel, metrics, pipeline, tasks
 from path_backend.integration.model import PathArgs, args_with_attention, build_model
+from path_backend.integration.substitute import substituted
 from path_backend.integration.tensor_parallel import apply_tensor_parallel
 from path_backend.integration.tokenizer import with_hub_tokenizer
 
@@ -217,11 +218,8 @@ def _one_group_for_tied_embeddings(
             module = [model.tok_embeddings, *module]
         return fully_shard(module, **options)
 
-    namespace["fully_shard"] = shard_together
-    try:
+    with substituted(namespace, "fully_shard", shard_together):
         yield
-    finally:
-        namespace["fully_shard"] = fully_shard
 
 
 def _build_metrics_processor(

@@ -72,8 +72,6 @@ def context_parallel_attention(
             "rotate_method 'ulysses' needs a number of key/value heads that the ranks divide, "
             f"got H = {H} and {layout.ranks} ranks"
         )
-    starts = [start for pieces in layout.starts for start in pieces]
-    out, _ = torch.ops.path_backend.context_parallel_attention(
-        *inputs, starts, layout.length, group.group_name, rotate_method, scale, implementation
-    )
+    plan = (layout.flat, layout.length, group.group_name, rotate_method, scale, implementation)
+    out, _ = torch.ops.path_backend.context_parallel_attention(*inputs, *plan)
     return out

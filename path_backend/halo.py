@@ -38,8 +38,7 @@ def halo(x: Tensor, rows: int, layout: Layout, group: ProcessGroup) -> Tensor:
     x [B, layout.tokens, C] -> [B, pieces of this rank, rows, C]. Pieces may be shorter than `rows`.
     All ranks of the group must call, and differentiate, in the same order.
     """
-    starts = [start for pieces in layout.starts for start in pieces]
-    out: Tensor = torch.ops.path_backend.halo(x, rows, starts, layout.length, group.group_name)
+    out: Tensor = torch.ops.path_backend.halo(x, rows, layout.flat, layout.length, group.group_name)
     return out
 
 

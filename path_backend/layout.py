@@ -36,7 +36,7 @@ class Layout:
         counts = [len(pieces) for pieces in self.starts]
         if not counts or min(counts) < 1 or min(counts) != max(counts):
             raise ValueError(f"every rank must hold the same number of pieces, got {counts}")
-        found = sorted(start for pieces in self.starts for start in pieces)
+        found = sorted(self.flat)
         for want, start in zip(range(0, len(found) * self.length, self.length), found, strict=True):
             if start != want:
                 raise ValueError(
@@ -65,6 +65,11 @@ class Layout:
         count = len(starts) // ranks
         per_rank = (starts[rank * count : (rank + 1) * count] for rank in range(ranks))
         return cls(tuple(per_rank), length)
+
+    @property
+    def flat(self) -> list[int]:
+        """The inverse of from_flat, as ops take it: starts of rank 0, of rank 1, ..."""
+        return [start for pieces in self.starts for start in pieces]
 
     @property
     def ranks(self) -> int:
