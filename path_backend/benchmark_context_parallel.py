@@ -65,7 +65,7 @@ def measure(
     ranks = dist.get_world_size()
     if args.single:
         steps = steps_of(inputs, path_attention) if dist.get_rank() == 0 else None
-        yield "", 1, *clock(steps, args.rep)
+        yield "", 1, *clock(steps, args, communicates=False)
         del steps
         torch.cuda.empty_cache()
     layout = Layout.head_tail(ranks, shape.T // (2 * ranks))
@@ -74,7 +74,7 @@ def measure(
     for method in args.method:
         options = {"layout": layout, "group": dist.group.WORLD, "rotate_method": method}
         steps = steps_of(local, context_parallel_attention, **options)
-        yield method, ranks, *clock(steps, args.rep)
+        yield method, ranks, *clock(steps, args)
         del steps
         torch.cuda.empty_cache()
 
@@ -99,28 +99,28 @@ def steps_of(inputs: Inputs, function: Callable[..., Tensor], **options: Any) ->
 
 
 def clock(
-    steps: tuple[Step, Step] | None, repetitions: int
+    steps: tuple[Step, Step] | None, args: argparse.Namespace, communicates: bool = True
 ) -> tuple[list[float], list[float], float]:
     """Times of both steps, communication of the second, its peak memory. Every rank calls; one
     without steps waits.
     """
     forward, both = steps or (lambda: None, lambda: None)
-    times = [timed(forward, repetitions), timed(both, repetitions)]
+    times = [timed(step, args.rep, args.warmup) for step in (forward, both)]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     both()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    total = torch.tensor(communication_of(both), device="cuda")
+    total = torch.tensor(communication_of(both) if communicates else [0.0, 0.0], device="cuda")
     dist.all_reduce(total)
     largest = torch.tensor(peak, device="cuda")
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return times, (total / dist.get_world_size()).tolist(), largest.item()
 
 
-def timed(step: Step, repetitions: int) -> float:
+def timed(step: Step, repetitions: int, warmup: int) -> float:
     """Median over the runs of the slowest rank's time, in ms."""
     times = []
-    for i in range(repetitions + 2):  # two to warm up
+    for i in range(warmup + repetitions):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         dist.barrier()
         torch.cuda.synchronize()
@@ -130,18 +130,18 @@ def timed(step: Step, repetitions: int) -> float:
         torch.cuda.synchronize()
         slowest = torch.tensor(begin.elapsed_time(end), device="cuda")
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        if i >= 2:
+        if i >= warmup:
             times.append(slowest.item())
     return statistics.median(times)
 
 
 def communication_of(step: Step) -> list[float]:
     """ms in which collectives run alone, and ms in which they run at all."""
-    for _ in range(2):  # the first run starts the profiler, on each rank at another time
+    for profiled in (dist.barrier, step):  # the first starts the profiler, each rank in its time
         dist.barrier()
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            step()
+            profiled()
             torch.cuda.synchronize()
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in profiler.events():
@@ -186,6 +186,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=["path"])
     parser.add_argument("--method", nargs="+", choices=ROTATE_METHODS, default=ROTATE_METHODS)
     parser.add_argument("--rep", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=2, help="runs before those that count")
     parser.add_argument("--no-single", dest="single", action="store_false", help="skip one GPU")
     return parser.parse_args(arguments)
 
