@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
 
 from path_backend.integration import context_parallel
@@ -26,6 +27,7 @@ PARTS = {
     "stick_breaking": {"reflections": False, "forget_gate": False, "stick_breaking": True},
 }
 ATTENTIONS = ("default", *PARTS)
+KEEPS_PIPELINE_BUFFERS = TorchVersion(torch.__version__) < (2, 13)
 
 
 def args_with_attention(stock: BaseModelArgs) -> "PathArgs":
@@ -101,17 +103,27 @@ class PathArgs:
         return getattr(self, "head_dim", self.dim // self.n_heads)
 
     def _refuse_pipeline(self, job_config) -> None:
-        """What torchtitan's pipeline cannot split, of any attention."""
+        """What torchtitan's pipeline cannot split, or torch's cannot run, of any attention."""
+        degree = job_config.parallelism.pipeline_parallel_degree
+        if degree == 1:
+            return
         for key, what in (
             ("enable_weight_tying", "ties the output layer to the embedding of another stage"),
             ("moe_enabled", "has experts"),
         ):
-            degree = job_config.parallelism.pipeline_parallel_degree
-            if degree > 1 and getattr(self, key, False):
+            if getattr(self, key, False):
                 raise ValueError(
                     f"parallelism.pipeline_parallel_degree must be 1, got {degree}: flavor "
                     f"{job_config.model.flavor!r} of {job_config.model.name} {what}"
                 )
+        training, validation = job_config.training, job_config.validation
+        sizes = validation.local_batch_size, training.local_batch_size
+        if validation.enable and sizes[0] != sizes[1] and KEEPS_PIPELINE_BUFFERS:
+            raise ValueError(
+                "validation.local_batch_size must be training.local_batch_size in a pipeline, got "
+                f"{sizes[0]} and {sizes[1]} (torch {torch.__version__} keeps the buffers between "
+                "stages that it made for the first batch; 2.13 does not)"
+            )
 
     def _refuse_unsupported(self, job_config) -> None:
         here = f'model.attention = "{self.attention}"'

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("parity", "kernel_checks")  # their assertions show values
 
 # Read when the kernels are imported. Without a GPU they run, on tensors of the CPU, in Triton's
 # interpreter; only implementation="triton" asks for them there.

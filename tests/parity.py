@@ -30,7 +30,7 @@ JOB = (
     "--training.max_norm=0.2",
     # Adam with its own eps turns the rounding of a gradient near zero into the sign of an update.
     *("--optimizer.eps=1e-4", "--lr_scheduler.warmup_steps=0", "--lr_scheduler.total_steps=100"),
-    *("--validation.enable", "--validation.dataset=parity_validation", "--validation.steps=1"),
+    *("--validation.enable", "--validation.dataset=parity_validation"),
     *(f"--validation.seq_len={SEQ_LEN}", f"--validation.freq={STEPS}"),
     *("--checkpoint.enable", "--checkpoint.keep_latest_k=0", "--checkpoint.interval=100"),
     "--checkpoint.enable_first_step_checkpoint",
@@ -99,7 +99,8 @@ class Layout:
             f"--parallelism.pipeline_parallel_degree={self.pipeline}",
             f"--parallelism.context_parallel_degree={self.context}",
             f"--training.local_batch_size={local_batch // self.accumulate}",
-            f"--validation.local_batch_size={local_batch}",
+            f"--validation.local_batch_size={local_batch // self.accumulate}",
+            f"--validation.steps={self.accumulate}",
             *self.arguments,
         )
 

@@ -5,6 +5,7 @@ import copy
 import difflib
 import inspect
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torchtitan.models import deepseek_v3, llama3, qwen3
 from torchtitan.protocols import train_spec as registry
 from torchtitan.tools import utils
 
-from path_backend.integration import cpu, job_config, train_spec
+from path_backend.integration import cpu, job_config, model, train_spec
 from path_backend.integration.dataset import TOKENIZER_DIR
 from path_backend.integration.flops import transform_flops_per_token
 from path_backend.integration.model import ATTENTIONS
@@ -215,6 +216,18 @@ def test_refuses_pipelines(flavor, message, attention):
     configured_args(parse(*arguments), flavor)
     with pytest.raises(ValueError, match=message):
         configured_args(parse(*arguments, "--parallelism.pipeline_parallel_degree=2"), flavor)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["before 2.13", "since"])
+def test_refuses_a_pipeline_that_validates_other_batches(monkeypatch, keeps):
+    """Micro-batches cut to buffers of another size: logits of one sequence, labels of two."""
+    monkeypatch.setattr(model, "KEEPS_PIPELINE_BUFFERS", keeps)
+    two_stages = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4")
+    validation = ("--validation.enable", "--validation.local_batch_size=8")
+    configured_args(parse(*validation, "--training.local_batch_size=4"), "debugmodel")
+    message = "in a pipeline, got 8 and 4 .torch"
+    with pytest.raises(ValueError, match=message) if keeps else nullcontext():
+        configured_args(parse(*two_stages, *validation), "debugmodel")
 
 
 def test_refuses_head_counts():

@@ -5,14 +5,12 @@
 
 Each rank executes `torchtitan.train` as `__main__`, as torchrun makes it, in a process forked from
 a server that has torch and torchtitan imported, which saves seconds per run; CUDA does not survive
-a fork, so on GPUs each process is new. Ranks meet in a file (gloo) or at a free port (NCCL).
+a fork, so on GPUs each process is new. Ranks meet in a file.
 """
 
-import contextlib
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -81,9 +79,8 @@ def train(folder: Path, *overrides: str, ranks: int = 1, config: Path = TINY) ->
         f"--metrics.save_tb_folder={logs.name}/tb",
         *overrides,
     ]
-    port = _free_port()
     processes = [
-        start_method.Process(target=_rank_main, args=(rank, ranks, port, logs, arguments))
+        start_method.Process(target=_rank_main, args=(rank, ranks, logs, arguments))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -98,7 +95,7 @@ def train(folder: Path, *overrides: str, ranks: int = 1, config: Path = TINY) ->
     return Run(folder, _read_scalars(logs / "tb"), _output(logs, 0))
 
 
-def _rank_main(rank: int, ranks: int, port: int, logs: Path, arguments: list[str]) -> None:
+def _rank_main(rank: int, ranks: int, logs: Path, arguments: list[str]) -> None:
     with open(logs / f"rank_{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -106,18 +103,19 @@ def _rank_main(rank: int, ranks: int, port: int, logs: Path, arguments: list[str
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
     }
     import torch.distributed as dist
     import torchtitan.train  # noqa: F401
     from torchtitan.config import ConfigManager
 
     torch.set_num_threads(1)
-    if not torch.cuda.is_available():
-        # torchtitan keeps a process group that it finds.
-        store = dist.FileStore(str(logs / "store"), ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+        backend = "cuda:nccl,cpu:gloo"  # what torchtitan makes for CPU offload
+    # torchtitan keeps a process group that it finds; a port could be taken by another test.
+    store = dist.FileStore(str(logs / "store"), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     time.sleep = lambda seconds: None  # the trainer's rank 0 sleeps two seconds at its end
     os.chdir(ROOT)  # paths in TOML files start here
     sys.path.insert(0, str(TESTS))  # for custom_import of what lies here
@@ -154,9 +152,3 @@ def _read_scalars(folder: Path) -> dict[str, dict[int, float]]:
         for name in events.Tags()["scalars"]:
             scalars[name] = {event.step: event.value for event in events.Scalars(name)}
     return scalars
-
-
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
