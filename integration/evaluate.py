@@ -3,10 +3,11 @@
     path-backend evaluate --config job.toml --checkpoint outputs/job/checkpoint --step 1000
 
 A job that trains on a task is scored on the evaluation sets of the task: share of errors with a
-95 % interval. A job that trains on text is scored by its perplexity, up to 16 times the length that
-it trained on, on the held-out modules of the standard library (or of validation.dataset_path) and
-on the files of every `--text` folder. The figures go to a JSON file, and to TensorBoard beside the
-job's own. Further arguments override keys of the TOML file, as the trainer's do.
+95 % interval, at the length that it trained on or at `--seq-len`. A job that trains on text is
+scored by its perplexity, up to 16 times the length that it trained on, on the held-out modules of
+the standard library (or of validation.dataset_path) and on the files of every `--text` folder. The
+figures go to a JSON file, and to TensorBoard beside the job's own. Further arguments override keys
+of the TOML file, as the trainer's do.
 """
 
 import argparse
@@ -110,11 +111,10 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     return steps[step]
 
 
-def evaluate_task(subject: Subject, predictions: int) -> dict[str, Any]:
+def evaluate_task(subject: Subject, predictions: int, length: int) -> dict[str, Any]:
     """Errors on every evaluation set of the job's task, on `predictions` predictions each."""
     results = {}
     for name in tasks.evaluation_sets(subject.job.training.dataset):
-        length = subject.job.training.seq_len
         batches = tasks.evaluation_batches(
             subject.job,
             name,
@@ -206,19 +206,29 @@ def evaluate(
     checkpoint: Path,
     *,
     predictions: int,
+    seq_len: int | None = None,
     text: Sequence[Path] = (),
     factors: Sequence[int] = FACTORS,
     documents: int = 64,
     command: str,
 ) -> dict[str, Any]:
-    """Load a checkpoint and score it; the result is what the JSON file holds."""
+    """Load a checkpoint and score it; the result is what the JSON file holds.
+
+    `seq_len` is of a task's sequences, that of training if None.
+    """
     is_task = bool(tasks.evaluation_sets(job.training.dataset))
+    if seq_len is not None and not is_task:
+        raise ValueError(
+            f'--seq-len must be left out for training.dataset = "{job.training.dataset}", whose '
+            f"lengths are --factors, got {seq_len}"
+        )
     if is_task and text:
         raise ValueError(
             f'--text must be left out for training.dataset = "{job.training.dataset}", which has '
             f"its own evaluation sets, got {', '.join(map(str, text))}"
         )
-    longest = job.training.seq_len * (1 if is_task else max(factors))
+    length = seq_len or job.training.seq_len
+    longest = length * (1 if is_task else max(factors))
     subject = load_subject(job, checkpoint, longest)
     result = describe(job, command) | {
         "checkpoint": str(checkpoint),
@@ -226,7 +236,7 @@ def evaluate(
         "parameters": sum(p.numel() for p in subject.model.parameters()),
     }
     if is_task:
-        return result | {"sets": evaluate_task(subject, predictions)}
+        return result | {"sets": evaluate_task(subject, predictions, length)}
     return result | {"perplexity": evaluate_text(subject, text, factors, documents)}
 
 
@@ -263,6 +273,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--predictions", type=_positive, default=100_000, help="per evaluation set of a task"
     )
     parser.add_argument(
+        "--seq-len", type=_positive, help="tokens of a task's sequence (default: as trained)"
+    )
+    parser.add_argument(
         "--text", type=Path, action="append", default=[], help="folder of UTF-8 files; repeatable"
     )
     parser.add_argument(
@@ -282,6 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         job,
         checkpoint,
         predictions=options.predictions,
+        seq_len=options.seq_len,
         text=options.text,
         factors=options.factors,
         documents=options.documents,

@@ -44,6 +44,7 @@ class Job:
     config: str
     attention: str
     overrides: tuple[str, ...] = ()
+    evaluated: int | None = None  # tokens of the evaluated sequences; None: as trained
     slots: int = 1  # of the `SLOTS` of a GPU
     seconds: float = 600  # limit of its own
 
@@ -63,11 +64,10 @@ def plan() -> list[Job]:
     """Every job, the most important first."""
     return [
         *_flip_flop(),
-        *_a5_word_problem(32),  # teaches every shorter length too
+        *_word_problem("s5_swaps", depths=(1, 2)),
+        *_word_problem("a5_word_problem", depths=(1, 2, 3, 4)),
         *_length_extrapolation(),
         *_mqrar(seed=0),
-        *_a5_word_problem(16),
-        *_a5_word_problem(8),
         *_mqrar(seed=1),
         *_mqrar(seed=2),
     ]
@@ -79,24 +79,16 @@ def _flip_flop(seeds: int = 3) -> Iterator[Job]:
             yield Job(f"flip_flop/{attention}_{seed}", "flip_flop", attention, _seeded(seed))
 
 
-def _a5_word_problem(length: int, depths: Sequence[int] = (1, 2, 3, 4)) -> Iterator[Job]:
-    for attention in ATTENTIONS:
-        for depth in depths:
+def _word_problem(dataset: str, depths: Sequence[int], seed: int = 0) -> Iterator[Job]:
+    """A run teaches every length up to its own; it is asked for twice as many."""
+    for depth in depths:
+        for attention in ATTENTIONS:
             yield Job(
-                f"a5_word_problem/{attention}_{depth}_layers_{length}_tokens",
-                "a5_word_problem",
+                f"{dataset}/{attention}_{depth}_layers_{seed}",
+                dataset,
                 attention,
-                (
-                    f"--model.flavor=task_{depth}x128",
-                    f"--training.seq_len={length}",
-                    f"--validation.seq_len={length}",
-                    *(
-                        "--training.steps=5000",
-                        "--optimizer.lr=3e-3",
-                        "--lr_scheduler.warmup_steps=200",
-                    ),
-                    *_seeded(0),
-                ),
+                (f"--model.flavor=task_{depth}x128x4", *_seeded(seed)),
+                evaluated=42,
             )
 
 
@@ -113,7 +105,7 @@ def _length_extrapolation() -> Iterator[Job]:
 
 
 def _mqrar(seed: int) -> Iterator[Job]:
-    in_minutes = ("--training.mixed_precision_param=bfloat16", "--training.steps=3000")
+    in_minutes = ("--training.mixed_precision_param=bfloat16", "--training.steps=2500")
     for n_back in (1, 2, 3, 4):
         for attention in ATTENTIONS:
             yield Job(
@@ -150,6 +142,7 @@ def run(job: Job, results: Path, work: Path, predictions: int, extra: Sequence[s
         config,
         evaluate.find_checkpoint(folder / config.checkpoint.folder, None),
         predictions=predictions,
+        seq_len=job.evaluated,
         command=shlex.join([*command, f"--predictions={predictions}", *extra]),
     )
     curves = _curves(folder / config.metrics.save_tb_folder)

@@ -9,7 +9,7 @@
     [model.path]
     w_rank = 32
 
-    [task]  # for the datasets flip_flop, a5_word_problem, mqrar
+    [task]  # for the datasets flip_flop, a5_word_problem, s5_swaps, mqrar
     seed = 0
 
 torchtitan imports this module while it parses the configuration and merges `JobConfig` into its
@@ -125,7 +125,7 @@ class JobConfig:
     model: Model = field(default_factory=Model)
 
     task: TaskConfig = field(default_factory=TaskConfig)
-    """Seed and difficulty of the datasets flip_flop, a5_word_problem and mqrar."""
+    """Seed and difficulty of the datasets flip_flop, a5_word_problem, s5_swaps and mqrar."""
 
 
 _TABLES = {

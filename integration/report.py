@@ -18,8 +18,8 @@ from path_backend.integration.experiments import ATTENTIONS, RESULTS
 from path_backend.integration.task_error import wilson_interval
 
 BEGIN, END = "<!-- path-backend report: begin -->", "<!-- path-backend report: end -->"
-SUCCESS = 0.9  # of the word problem: accuracy at a length that counts as solved
-SHOWN_LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32)
+SUCCESS = 0.9  # of a word problem: accuracy at a length that counts as solved
+SHOWN_LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 30, 40)
 # Yang et al., PaTH Attention (NeurIPS 2025): errors in %, in distribution, sparse, dense.
 PAPER_FLIP_FLOP = {
     "default": ("6.9", "40.3", "0.01"),
@@ -74,7 +74,7 @@ def _error(scores: list[dict[str, Any]]) -> str:
     return _percent(wrong / predictions) + spread
 
 
-def a5_word_problem(results: Results) -> str:
+def word_problem(results: Results) -> str:
     """The smallest depth that reaches `SUCCESS` at each length; bounds where depths did not run."""
     found = smallest_depths(results)
     rows = [
@@ -99,23 +99,23 @@ def _depth_cell(found: dict[int, int | None], length: int, ran: list[int]) -> st
 def smallest_depths(results: Results) -> dict[str, dict[int, int | None]]:
     """For each attention and length, the fewest layers of a run that solves it; None if none does.
 
-    A run trained on longer sequences is asked for its accuracy at the length's last token.
+    A run is asked for its accuracy at the length's last token, which `start` comes before.
     """
     depths: dict[str, dict[int, int | None]] = {}
     for attention, runs in _by_attention(results):
-        longest = max(run["job"]["seq_len"] for run in runs)
+        longest = max(len(_by_position(run)) for run in runs) - 1
         for length in range(2, longest + 1):
             solved = [
                 _depth(run)
                 for run in runs
-                if run["job"]["seq_len"] >= length and 1 - _by_position(run)[length - 1] >= SUCCESS
+                if len(_by_position(run)) > length and 1 - _by_position(run)[length] >= SUCCESS
             ]
             depths.setdefault(attention, {})[length] = min(solved, default=None)
     return depths
 
 
 def _by_position(run: dict[str, Any]) -> list[float]:
-    return run["sets"]["a5_word_problem_validation"]["error_by_position"]
+    return next(iter(run["sets"].values()))["error_by_position"]
 
 
 def _depth(run: dict[str, Any]) -> int:
@@ -167,7 +167,7 @@ def _first_text(runs: Results) -> list[dict[str, Any]]:
     return next(iter(runs[0]["perplexity"].values()))
 
 
-def plot_a5_word_problem(results: Results, path: Path) -> None:
+def plot_word_problem(results: Results, path: Path) -> None:
     """Layers needed over the length; what no depth that ran solves lies above the deepest."""
     pyplot = _pyplot()
     deepest = max(_depths(results))
@@ -179,9 +179,10 @@ def plot_a5_word_problem(results: Results, path: Path) -> None:
         style = _style(attention)
         style["label"] += f", layers {', '.join(map(str, _depths(runs)))}"
         axis.step(list(found), needed, where="mid", **style)
+    axis.axvline(results[0]["job"]["seq_len"] - 1, color="0.6", lw=1, ls=":")
     axis.set_ylim(0.5, deepest + 1.5)
     axis.set_yticks(range(1, deepest + 2), [*range(1, deepest + 1), "none"])
-    axis.set_xlabel("length")
+    axis.set_xlabel(f"length (trained up to {results[0]['job']['seq_len'] - 1})")
     axis.set_ylabel(f"layers for {SUCCESS:.0%} accuracy")
     _finish(figure, axis, path)
 
@@ -236,12 +237,14 @@ def _percent(share: float, digits: int | None = None) -> str:
 
 GROUPS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "flip_flop": ("Flip-flop language modelling", flip_flop),
-    "a5_word_problem": ("Word problem of A5", a5_word_problem),
+    "s5_swaps": ("Word problem of S5, by swaps", word_problem),
+    "a5_word_problem": ("Word problem of A5", word_problem),
     "mqrar": ("MQRAR-N", mqrar),
     "length_extrapolation": ("Perplexity beyond the trained length", length_extrapolation),
 }
 PLOTS = {
-    "a5_word_problem": plot_a5_word_problem,
+    "s5_swaps": plot_word_problem,
+    "a5_word_problem": plot_word_problem,
     "length_extrapolation": plot_length_extrapolation,
 }
 

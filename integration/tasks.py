@@ -1,7 +1,8 @@
 """The tasks of `path_backend.tasks` as datasets of the trainer, by name.
 
     [training]
-    dataset = "flip_flop"  # or a5_word_problem, mqrar; seq_len is the length of a sequence
+    dataset = "flip_flop"  # or a5_word_problem, s5_swaps, mqrar
+    seq_len = 512  # tokens of a sequence
 
     [validation]
     dataset = "flip_flop_sparse"  # a set of the same task
@@ -32,7 +33,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 from path_backend import tasks
 from path_backend.integration.substitute import substituted
 from path_backend.integration.task_error import log_errors
-from path_backend.tasks import A5WordProblem, FlipFlop, Mqrar, Stream, Task
+from path_backend.tasks import A5WordProblem, FlipFlop, Mqrar, S5Swaps, Stream, Task
 
 assert IGNORE_INDEX == tasks.IGNORE_INDEX
 
@@ -63,12 +64,15 @@ _TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "flip_flop_dense": lambda config: replace(config.flip_flop, p_ignore=0.1),
     "a5_word_problem": lambda config: A5WordProblem(),
     "a5_word_problem_validation": lambda config: A5WordProblem(),
+    "s5_swaps": lambda config: S5Swaps(),
+    "s5_swaps_validation": lambda config: S5Swaps(),
     "mqrar": lambda config: config.mqrar,
     "mqrar_validation": lambda config: config.mqrar,
 }
 TRAINING = {
     "flip_flop": ("flip_flop_validation", "flip_flop_sparse", "flip_flop_dense"),
     "a5_word_problem": ("a5_word_problem_validation",),
+    "s5_swaps": ("s5_swaps_validation",),
     "mqrar": ("mqrar_validation",),
 }
 

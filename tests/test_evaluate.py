@@ -110,7 +110,7 @@ def test_task_errors_do_not_depend_on_the_passes(tmp_path, monkeypatch):
     subject = evaluate.load_subject(job, tmp_path / "step-3", 32)
     monkeypatch.setattr(evaluate, "TOKENS_PER_DRAW", 32 * 7)
     monkeypatch.setattr(evaluate, "TOKENS_PER_PASS", 32 * 3)
-    scores = evaluate.evaluate_task(subject, 20)
+    scores = evaluate.evaluate_task(subject, 20, 32)
     assert scores.keys() == {f"flip_flop_{name}" for name in ("validation", "sparse", "dense")}
     for name, score in scores.items():
         assert score["predictions"] >= 20
@@ -139,6 +139,21 @@ def test_refuses_text_for_a_task(tmp_path):
     """`--text` accepted and ignored."""
     with pytest.raises(ValueError, match='--text must be left out for .*"flip_flop".*, got '):
         evaluate.evaluate(make_job(), tmp_path, predictions=1, text=[tmp_path], command="")
+
+
+def test_refuses_a_length_for_text(tmp_path):
+    """`--seq-len` accepted and ignored."""
+    job = evaluate.load_job([f"--job.config_file={TEXT_JOB}"])
+    with pytest.raises(ValueError, match="--seq-len must be left out for .*--factors, got 64"):
+        evaluate.evaluate(job, tmp_path, predictions=1, seq_len=64, command="")
+
+
+def test_task_beyond_the_trained_length(tmp_path):
+    """A length that is asked for and not used, or one that RoPE's table ends before."""
+    job = make_job("--model.attention=default")
+    save(job, tmp_path)
+    result = evaluate.evaluate(job, tmp_path / "step-3", predictions=9, seq_len=50, command="")
+    assert all(len(s["error_by_position"]) == 50 for s in result["sets"].values())
 
 
 def test_token_losses(monkeypatch):

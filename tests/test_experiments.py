@@ -68,7 +68,7 @@ def test_plan(plan, monkeypatch):
     names = [job.name for job in plan]
     assert len(set(names)) == len(names)
     first = {(job.config, job.attention): job for job in reversed(plan)}
-    assert len(first) == 3 * len(experiments.ATTENTIONS) + 5
+    assert len(first) == 4 * len(experiments.ATTENTIONS) + 5
     for job in first.values():
         config = evaluate.load_job(job.arguments(ROOT / "outputs", ["--training.steps=3"]))
         assert config.model.attention == job.attention
@@ -147,7 +147,7 @@ def test_limits(tmp_path, worker, capsys):
         assert not is_running(child)
 
 
-@pytest.mark.parametrize("name", ["flip_flop/path_0", "a5_word_problem/nope_1_layers_8_tokens"])
+@pytest.mark.parametrize("name", ["flip_flop/path_0", "s5_swaps/nope_1_layers_0"])
 def test_one_job(tmp_path, name):
     """A job that trains and leaves no scores, no curves, or its checkpoint."""
     command = [sys.executable, "-m", "path_backend.integration", "experiments", f"--run={name}"]

@@ -28,8 +28,9 @@ def flip_flop(attention, *wrong):
 
 
 def a5(attention, depth, errors):
-    run = result(attention, sets={"a5_word_problem_validation": {"error_by_position": errors}})
-    run["job"] |= {"model": f"llama3 task_{depth}x128", "seq_len": len(errors)}
+    scores = {"error_by_position": [None, *errors]}  # nothing is asked at the first token
+    run = result(attention, sets={"a5_word_problem_validation": scores})
+    run["job"] |= {"model": f"llama3 task_{depth}x128x4", "seq_len": len(errors) + 1}
     return run
 
 
@@ -58,10 +59,10 @@ def test_smallest_depths():
     assert depths == {"path": {2: 1, 3: 1, 4: None}, "fox": {2: None}}
 
 
-def test_a5_word_problem():
+def test_word_problem():
     """A bound of one attention taken from depths or lengths that only another one ran."""
     runs = [a5("path", 1, [0.0, 0.0, 0.5, 0.5]), a5("fox", 3, [0.0, 0.0])]
-    rows = report.a5_word_problem(runs).splitlines()[2:]
+    rows = report.word_problem(runs).splitlines()[2:]
     assert rows[0].startswith("| `path` | 1 | > 1 | > 1 | not run |")
     assert rows[1].startswith("| `fox` | <= 3 | not run |")
 
@@ -105,6 +106,7 @@ def test_readme_and_pictures(tmp_path):
     for name, content in {
         "flip_flop/path_0": flip_flop("path", 0, 0, 0),
         "a5_word_problem/path": a5("path", 1, [0.0, 0.0, 0.5]),
+        "s5_swaps/path": a5("path", 1, [0.0, 0.0, 0.5]),
         "length_extrapolation/path": length_result("path", [1, 2]),
         "mqrar/path.failed": {"experiment": "mqrar/path", "failure": "exit 1"},
     }.items():

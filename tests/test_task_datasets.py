@@ -22,7 +22,7 @@ FLIP_FLOP = ROOT / "configs" / "flip_flop.toml"
 NAMES = tuple(tasks.TRAINING)
 SETS = [(dataset, name) for dataset, names in tasks.TRAINING.items() for name in names]
 CONFIG_OF = {name: ROOT / "configs" / f"{name}.toml" for name in NAMES}
-VOCABULARY = {"flip_flop": 5, "a5_word_problem": 60, "mqrar": 64}
+VOCABULARY = {"flip_flop": 5, "a5_word_problem": 61, "s5_swaps": 121, "mqrar": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +184,8 @@ def test_evaluation_sets_of_other_datasets_are_refused():
     [
         (
             ["--training.dataset=flip_flop_dense"],
-            "training.dataset must be one of flip_flop, a5_word_problem, mqrar, or text, got "
+            "training.dataset must be one of flip_flop, a5_word_problem, s5_swaps, mqrar, or "
+            "text, got "
             "'flip_flop_dense', which is for evaluation",
         ),
         (
@@ -198,7 +199,7 @@ def test_evaluation_sets_of_other_datasets_are_refused():
             ["--training.dataset=python_stdlib"],
             "must be text for training.dataset = \"python_stdlib\", got 'flip_flop_sparse'",
         ),
-        (["--training.dataset=flipflop"], "the tasks are flip_flop, a5_word_problem, mqrar"),
+        (["--training.dataset=flipflop"], "the tasks are flip_flop, a5_word_problem, s5_swaps"),
         (
             ["--training.dataset_path=/tmp"],
             "training.dataset_path must not be set for flip_flop, which is drawn, got '/tmp'",
@@ -313,7 +314,11 @@ def test_task_flavors_start_from_small_weights(attention):
 
 SMALL = {
     "flip_flop": ("--training.seq_len=32", "--validation.seq_len=32"),
-    "a5_word_problem": ("--training.seq_len=6", "--validation.seq_len=6"),
+    "a5_word_problem": (
+        *("--training.seq_len=4", "--validation.seq_len=4"),
+        "--training.local_batch_size=64",  # there are 60 answers to tell apart
+    ),
+    "s5_swaps": ("--training.seq_len=4", "--validation.seq_len=4"),
     "mqrar": (
         *("--training.seq_len=32", "--validation.seq_len=32", "--task.mqrar.pairs=4"),
         *("--model.flavor=task_2x64", "--task.mqrar.n_back=1"),

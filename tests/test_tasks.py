@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from path_backend.tasks import IGNORE_INDEX, A5WordProblem, FlipFlop, Mqrar, Stream
+from path_backend.tasks import IGNORE_INDEX, A5WordProblem, FlipFlop, Mqrar, S5Swaps, Stream
 from path_backend.tasks.stream import HELD_OUT, _mix, below, is_held_out, random_words, uniform
 
 CASES = [
@@ -15,9 +15,11 @@ CASES = [
     (FlipFlop(0.1), 64),
     (FlipFlop(0), 10),
     (FlipFlop(1), 12),
-    (A5WordProblem(), 2),
+    (A5WordProblem(), 3),
     (A5WordProblem(), 21),
     (A5WordProblem(), 512),
+    (S5Swaps(), 4),
+    (S5Swaps(), 21),
     (Mqrar(), 768),
     (Mqrar(n_back=2), 256),
     (Mqrar(n_back=3, pairs=5), 40),
@@ -52,10 +54,11 @@ def flip_flop_answers(tokens):
     return answers
 
 
-def a5_answers(tokens):
+def products(tokens):
     """Where the objects 0..4 are after each permutation, moved one after the other."""
-    objects, answers = "01234", []
-    for token in tokens:
+    assert tokens[0] == "start"
+    objects, answers = "01234", [None]
+    for token in tokens[1:]:
         assert sorted(token) == list("01234")
         objects = "".join(token[int(place)] for place in objects)
         answers.append(objects)
@@ -80,7 +83,7 @@ def mqrar_answers(n_back):
 def checker(task):
     if isinstance(task, Mqrar):
         return mqrar_answers(task.n_back)
-    return flip_flop_answers if isinstance(task, FlipFlop) else a5_answers
+    return flip_flop_answers if isinstance(task, FlipFlop) else products
 
 
 @EACH
@@ -111,7 +114,11 @@ def test_flip_flop_shares(p_ignore, held_out):
         assert within(bits.count("1") / len(bits), 0.5, len(bits)), place
 
 
-@pytest.mark.parametrize("task", [A5WordProblem(), Mqrar(pairs=6)], ids=str)
+def is_swap(name):
+    return sum(image != place for image, place in zip(name, "01234", strict=True)) == 2
+
+
+@pytest.mark.parametrize("task", [A5WordProblem(), S5Swaps(), Mqrar(pairs=6)], ids=str)
 def test_symbols_are_uniform(task):
     """An element, variable or value that never comes, or comes too often, at any place."""
     rows, labels = drawn(task, 14, count=6000)
@@ -120,8 +127,12 @@ def test_symbols_are_uniform(task):
         counts = Counter(row[place] for row in rows)
         kind = kinds[rows[0][place]]
         alphabet = [name for name in task.vocabulary if kinds[name] == kind]
+        if isinstance(task, S5Swaps) and place:
+            alphabet = [name for name in alphabet if is_swap(name)]
         assert counts.keys() == set(alphabet)
         assert all(within(counts[n] / len(rows), 1 / len(alphabet), len(rows)) for n in alphabet)
+    if isinstance(task, S5Swaps):  # an odd number of swaps is an odd permutation
+        return
     answers = Counter(name for row in labels for name in row if name)
     share = 1 / len(answers)
     assert all(within(count / answers.total(), share, 6000) for count in answers.values())
@@ -139,12 +150,19 @@ def test_queries_of_mqrar_are_everything_that_exists():
 def test_a5_is_the_group():
     """Elements missing or odd, a table that is no group, or an identity out of place."""
     task = A5WordProblem()
-    names = task.vocabulary
-    assert len(set(names)) == 60 and names[0] == "01234"
+    *names, start = task.vocabulary
+    assert len(set(names)) == 60 and names[0] == "01234" and start == "start"
     for name in names:
         assert sum(a > b for i, a in enumerate(name) for b in name[i:]) % 2 == 0
-    products = {a5_answers([a, b])[-1] for a in names for b in names}
-    assert products == set(names)
+    assert {products([start, a, b])[-1] for a in names for b in names} == set(names)
+
+
+def test_s5_is_the_group():
+    """Products that are no permutation, or fewer than the swaps generate."""
+    *names, start = S5Swaps().vocabulary
+    assert len(set(names)) == 120 and names[0] == "01234" and start == "start"
+    assert sum(map(is_swap, names)) == 10
+    assert all(sorted(name) == list("01234") for name in names)
 
 
 def test_words_are_those_of_splitmix64():
@@ -193,7 +211,7 @@ def test_streams_differ_by_name_and_seed():
 
 
 @pytest.mark.parametrize(
-    "task, length, sequences", [(A5WordProblem(), 2, 60**2), (FlipFlop(1), 14, 2**6)], ids=str
+    "task, length, sequences", [(A5WordProblem(), 3, 60**2), (FlipFlop(1), 14, 2**6)], ids=str
 )
 def test_parts_are_disjoint_and_complete(task, length, sequences):
     """Evaluation on sequences that were trained on: there are few, and each stream saw its all."""
@@ -246,7 +264,11 @@ def test_a_part_without_sequences_is_refused():
         (lambda: Mqrar(pairs=1), "mqrar.pairs must be an integer >= 2, got 1"),
         (lambda: FlipFlop().check_length(5), "an even length of at least 4 tokens, got 5"),
         (lambda: FlipFlop().check_length(2), "an even length of at least 4 tokens, got 2"),
-        (lambda: A5WordProblem().check_length(1), "a length of at least 2 tokens, got 1"),
+        (
+            lambda: A5WordProblem().check_length(2),
+            "a5_word_problem needs .* 3 tokens, got 2",
+        ),
+        (lambda: S5Swaps().check_length(2), "s5_swaps needs a length of at least 3 tokens, got 2"),
         (lambda: Mqrar().check_length(64), "pairs = 32 needs an even length of at least 66 .* 64"),
         (lambda: Mqrar().check_length(67), "an even length of at least 66 tokens, got 67"),
         (lambda: Stream(FlipFlop(), 5, "x", False), "an even length of at least 4 tokens, got 5"),

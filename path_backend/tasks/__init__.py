@@ -4,9 +4,9 @@ Each task turns random words into sequences (torch only); `Stream` numbers them,
 training and evaluation apart, and needs neither files nor state. Vocabularies are a task's own.
 """
 
-from path_backend.tasks.a5_word_problem import A5WordProblem
 from path_backend.tasks.flip_flop import FlipFlop
 from path_backend.tasks.mqrar import Mqrar
 from path_backend.tasks.stream import IGNORE_INDEX, Stream, Task
+from path_backend.tasks.word_problems import A5WordProblem, S5Swaps
 
-__all__ = ["IGNORE_INDEX", "A5WordProblem", "FlipFlop", "Mqrar", "Stream", "Task"]
+__all__ = ["IGNORE_INDEX", "A5WordProblem", "FlipFlop", "Mqrar", "S5Swaps", "Stream", "Task"]
