@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torchtitan.protocols.train_spec as registry
 from torch import nn
+from torchtitan.components.loss import LossFunction
 from torchtitan.components.metrics import MetricsProcessor, build_metrics_processor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -57,6 +57,7 @@ def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
         model_cls=functools.partial(build_model, spec.model_cls),
         model_args={flavor: args_with_attention(args) for flavor, args in spec.model_args.items()},
         parallelize_fn=functools.partial(_parallelize, parallelize),
+        build_loss_fn=functools.partial(_build_loss, spec.build_loss_fn),
         build_metrics_processor_fn=functools.partial(
             _build_metrics_processor, spec.build_metrics_processor_fn or build_metrics_processor
         ),
@@ -144,11 +145,34 @@ def _parallelize(
             stack.enter_context(context_parallel.applied(stock, model, parallel_dims, job_config))
         model = stock(model, parallel_dims, job_config)
     context_parallel.repair_model(model, parallel_dims)
-    if parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled:
-        model.register_comm_hook(parallel_dims.get_mesh("dp_replicate").get_group(), _sum_bucket)
     if parallel_dims.tp_enabled and job_config.compile.enable and model.tok_embeddings is not None:
         _finish_embeddings(model)
     return model
+
+
+def _build_loss(
+    stock: Callable[..., LossFunction],
+    job_config: JobConfig,
+    *,
+    parallel_dims: ParallelDims,
+    **kwargs,
+) -> LossFunction:
+    """The stock loss; under DDP its gradient, not its value, is multiplied by the ranks (#2323).
+
+    Each rank divides by the tokens of all, so that the gradients of ranks add up to those of the
+    mean. DDP averages instead, and must: when gradients accumulate it reduces those of earlier
+    micro-batches again, which an average leaves as they are and a sum does not.
+    """
+    loss_fn = stock(job_config, parallel_dims=parallel_dims, **kwargs)
+    if not parallel_dims.dp_replicate_enabled or parallel_dims.fsdp_enabled:
+        return loss_fn
+    ranks = parallel_dims.dp_replicate
+
+    def loss_of_ddp(prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(prediction, labels)
+        return loss.detach() + ranks * (loss - loss.detach())
+
+    return loss_of_ddp
 
 
 def _save_attention(stock: Callable[..., nn.Module], job_config: JobConfig) -> None:
@@ -164,18 +188,6 @@ def _save_attention(stock: Callable[..., nn.Module], job_config: JobConfig) -> N
         )
     ops = torch.ops.path_backend
     save_list |= {op.default for op in (ops.attention, ops.context_parallel_attention, ops.halo)}
-
-
-def _sum_bucket(
-    group: dist.ProcessGroup,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[torch.Tensor]:
-    """Gradients of DDP: their sum, since each rank has divided by the tokens of all (#2323).
-
-    DDP itself averages, so that in torchtitan 0.2.2 they are too small by the number of ranks.
-    """
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
 
 
 def _finish_embeddings(model: nn.Module) -> None:

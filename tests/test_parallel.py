@@ -47,6 +47,7 @@ LAYOUTS = [
     Layout("FSDP2, gradient accumulation", shard=2, accumulate=2),
     Layout("FSDP2, CPU offload", OFFLOAD, shard=2),
     Layout("DDP", replicate=2),
+    Layout("DDP, gradient accumulation", replicate=2, accumulate=2),
     Layout("HSDP (2 x 2)", shard=2, replicate=2),
     Layout("TP2 with sequence parallel", tensor=2),
     Layout("FSDP2 x TP2", shard=2, tensor=2),
