@@ -18,6 +18,8 @@ from torchtitan.tools.logging import logger
 
 _OURS = re.compile(r"layers\.(\d+)\.attention\.path\.(.+)")
 _OURS_IN_HF = re.compile(r"model\.layers\.(\d+)\.self_attn\.path\.(.+)")
+# A buffer that balances experts while they train; Qwen3's layout has no place for it.
+_BALANCE = re.compile(r"layers\.\d+\.moe\.expert_bias")
 
 
 def build_adapter(
@@ -39,10 +41,13 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
             ours, stock = _split(state_dict, _OURS)
             known = self.from_hf_map.values()
             lost = [name for name in stock if re.sub(r"\d+", "{}", name, count=1) not in known]
-            if lost:
+            unknown = [name for name in lost if not _BALANCE.fullmatch(name)]
+            if unknown:
                 raise ValueError(
-                    f"{stock_cls.__name__} must know every parameter, got {', '.join(lost)}"
+                    f"{stock_cls.__name__} must know every parameter, got {', '.join(unknown)}"
                 )
+            if lost:
+                logger.warning(f"Not in Hugging Face's layout, left out: {', '.join(lost)}")
             exported = super().to_hf(stock)
             for name, value in ours.items():
                 exported[_OURS.sub(r"model.layers.\1.self_attn.path.\2", name)] = value
