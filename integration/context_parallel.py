@@ -59,14 +59,6 @@ def check(job_config, attention: str, n_kv_heads: int) -> None:
             'model.path.context_parallel = "heads" needs a parallelism.context_parallel_degree '
             f"that divides the {heads} key/value heads of each rank, got {degree}"
         )
-    divisor = 2 * degree * parallelism.tensor_parallel_degree
-    for table, used in (("training", True), ("validation", job_config.validation.enable)):
-        length = getattr(job_config, table).seq_len
-        if used and length % divisor:
-            raise ValueError(
-                f"{table}.seq_len must be a multiple of 2 * parallelism.context_parallel_degree * "
-                f"parallelism.tensor_parallel_degree = {divisor}, got {length}"
-            )
 
 
 @contextlib.contextmanager

@@ -117,12 +117,24 @@ class PathArgs:
                     f"{job_config.model.flavor!r} of {job_config.model.name} {what}"
                 )
         training, validation = job_config.training, job_config.validation
-        sizes = validation.local_batch_size, training.local_batch_size
-        if validation.enable and sizes[0] != sizes[1] and KEEPS_PIPELINE_BUFFERS:
+        if not validation.enable:
+            return
+        for key in ("local_batch_size", "seq_len") if KEEPS_PIPELINE_BUFFERS else ():
+            sizes = getattr(validation, key), getattr(training, key)
+            if sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"validation.{key} must be training.{key} in a pipeline, got "
+                    f"{sizes[0]} and {sizes[1]} (torch {torch.__version__} keeps the buffers "
+                    "between stages that it made for the first batch; 2.13 does not)"
+                )
+        size = job_config.parallelism.pipeline_parallel_microbatch_size
+        micro_batches = training.local_batch_size // size
+        if micro_batches and validation.local_batch_size % micro_batches:
             raise ValueError(
-                "validation.local_batch_size must be training.local_batch_size in a pipeline, got "
-                f"{sizes[0]} and {sizes[1]} (torch {torch.__version__} keeps the buffers between "
-                "stages that it made for the first batch; 2.13 does not)"
+                f"validation.local_batch_size must be a multiple of {micro_batches}, the number of "
+                "micro-batches (training.local_batch_size / "
+                "parallelism.pipeline_parallel_microbatch_size), in a pipeline, got "
+                f"{validation.local_batch_size}"
             )
 
     def _refuse_unsupported(self, job_config) -> None:
@@ -145,6 +157,22 @@ class PathArgs:
                 f"the {kv_heads} key/value heads of flavor {job_config.model.flavor!r}, got {tp}"
             )
         context_parallel.check(job_config, self.attention, kv_heads)
+        _refuse_lengths(job_config)
+
+
+def _refuse_lengths(job_config) -> None:
+    """Sequences that ranks cannot share: torchtitan does not look at those of validation."""
+    tp = job_config.parallelism.tensor_parallel_degree
+    cp = job_config.parallelism.context_parallel_degree
+    divisor, what = tp, "parallelism.tensor_parallel_degree"
+    if cp > 1:
+        divisor, what = 2 * cp * tp, f"2 * parallelism.context_parallel_degree * {what}"
+    for table, used in (("training", True), ("validation", job_config.validation.enable)):
+        length = getattr(job_config, table).seq_len
+        if used and length % divisor:
+            raise ValueError(
+                f"{table}.seq_len must be a multiple of {what} = {divisor}, got {length}"
+            )
 
 
 class TitanAttention(PathAttention):

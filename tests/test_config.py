@@ -219,15 +219,41 @@ def test_refuses_pipelines(flavor, message, attention):
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["before 2.13", "since"])
-def test_refuses_a_pipeline_that_validates_other_batches(monkeypatch, keeps):
+@pytest.mark.parametrize("key, size", [("local_batch_size", 4), ("seq_len", 512)])
+def test_refuses_a_pipeline_that_validates_other_batches(monkeypatch, keeps, key, size):
     """Micro-batches cut to buffers of another size: logits of one sequence, labels of two."""
     monkeypatch.setattr(model, "KEEPS_PIPELINE_BUFFERS", keeps)
-    two_stages = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4")
-    validation = ("--validation.enable", "--validation.local_batch_size=8")
-    configured_args(parse(*validation, "--training.local_batch_size=4"), "debugmodel")
-    message = "in a pipeline, got 8 and 4 .torch"
+    two_stages = ("--parallelism.pipeline_parallel_degree=2", f"--training.{key}={size}")
+    validation = ("--validation.enable", f"--validation.{key}={2 * size}")
+    configured_args(parse(*validation, f"--training.{key}={size}"), "debugmodel")
+    message = f"validation.{key} must be training.{key} in a pipeline, got {2 * size} and {size} "
     with pytest.raises(ValueError, match=message) if keeps else nullcontext():
         configured_args(parse(*two_stages, *validation), "debugmodel")
+
+
+def test_refuses_a_pipeline_that_validates_fewer_micro_batches(monkeypatch):
+    """A pipeline that meets a batch it cannot cut only when it validates."""
+    monkeypatch.setattr(model, "KEEPS_PIPELINE_BUFFERS", False)
+    arguments = ("--training.local_batch_size=8", "--parallelism.pipeline_parallel_degree=2")
+    arguments += ("--parallelism.pipeline_parallel_microbatch_size=2",)
+    for size in (4, 8):
+        configured_args(parse(*arguments, f"--validation.local_batch_size={size}"))
+    message = "validation.local_batch_size must be a multiple of 4, .* in a pipeline, got 6"
+    with pytest.raises(ValueError, match=message):
+        configured_args(parse(*arguments, "--validation.local_batch_size=6"))
+    configured_args(parse(*arguments[:1], "--validation.local_batch_size=6"))
+    configured_args(parse(*arguments, "--validation.local_batch_size=6", "--validation.no-enable"))
+
+
+@pytest.mark.parametrize("table", ["training", "validation"])
+def test_refuses_lengths(table):
+    """Ranks that die in the first validation, because no one looked at the length of its sequences."""
+    arguments = (f"--{table}.seq_len=257", "--parallelism.tensor_parallel_degree=2")
+    message = f"{table}.seq_len must be a multiple of .*tensor_parallel_degree = 2, got 257"
+    with pytest.raises(ValueError, match=message):
+        configured_args(parse(*arguments))
+    configured_args(parse(*arguments[:1]))
+    configured_args(parse("--validation.seq_len=257", arguments[1], "--validation.no-enable"))
 
 
 def test_refuses_head_counts():

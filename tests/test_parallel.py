@@ -115,8 +115,18 @@ REFUSALS = [
     ),
     Refusal(
         Layout("TP2, sequence of odd length", ("--training.seq_len=95",), tensor=2),
-        r"Sequence length 95 must be divisible by the product of TP degree\s+\(2\)",
+        "training.seq_len must be a multiple of parallelism.tensor_parallel_degree = 2, got 95",
         "the degree must divide the sequence",
+    ),
+    Refusal(
+        Layout("TP2, validation on sequences of odd length", ("--validation.seq_len=95",), tensor=2),
+        "validation.seq_len must be a multiple of parallelism.tensor_parallel_degree = 2, got 95",
+        "the degree must divide the sequence",
+    ),
+    Refusal(
+        Layout("PP2, validation on 6 sequences", ("--validation.local_batch_size=6",), pipeline=2),
+        "validation.local_batch_size must be .* in a pipeline, got 6",
+        "as many micro-batches as in training",
     ),
     Refusal(
         Layout("TP2, async TP without compile", ASYNC_TP, tensor=2),
