@@ -247,7 +247,7 @@ def test_refuses_a_pipeline_that_validates_fewer_micro_batches(monkeypatch):
 
 @pytest.mark.parametrize("table", ["training", "validation"])
 def test_refuses_lengths(table):
-    """Ranks that die in the first validation, because no one looked at the length of its sequences."""
+    """Ranks that die in the first validation: torchtitan checks the length in training alone."""
     arguments = (f"--{table}.seq_len=257", "--parallelism.tensor_parallel_degree=2")
     message = f"{table}.seq_len must be a multiple of .*tensor_parallel_degree = 2, got 257"
     with pytest.raises(ValueError, match=message):

@@ -17,13 +17,17 @@ REPORT = """
     <property name="row" value="CP2"/><property name="column" value="qwen3 path"/>
     <property name="cell" value="equal"/>
   </properties><failure/></testcase>
+  <testcase><properties>
+    <property name="row" value="TP4"/><property name="column" value="qwen3 path"/>
+    <property name="cell" value="refused"/>
+  </properties><skipped/></testcase>
   <testcase name="test_tied_embeddings"/>
 </testsuite></testsuites>
 """
 
 
 def test_cells_of_a_report():
-    """A failure shown as equal, or a test without a cell taken for one."""
+    """A failure or what did not run shown as equal, or a test without a cell taken for one."""
     cells = recorded(ElementTree.ElementTree(ElementTree.fromstring(REPORT)))
     assert cells == {"FSDP2": {"llama3 path": "equal"}, "CP2": {"qwen3 path": "**fails**"}}
 

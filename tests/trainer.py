@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
 TESTS = Path(__file__).resolve().parent
@@ -67,9 +68,12 @@ class Run:
 def train(folder: Path, *overrides: str, ranks: int = 1, config: Path = TINY) -> Run:
     """Run the trainer with a TOML file and command line overrides; outputs go to `folder`.
 
-    Raises TrainerError if a rank fails. Training again into the same folder resumes from its
-    checkpoint, as torchtitan does, and the result holds the later run's scalars.
+    Raises TrainerError if a rank fails; skips the test if there are GPUs, but fewer than ranks.
+    Training again into the same folder resumes from its checkpoint, as torchtitan does, and the
+    result holds the later run's scalars.
     """
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, got {torch.cuda.device_count()}")
     attempt = len(list(folder.glob("attempt_*")))
     logs = folder / f"attempt_{attempt}"
     logs.mkdir(parents=True)
