@@ -27,7 +27,7 @@ from torchtitan.tools.logging import logger
 from path_backend.integration import checkpoint, context_parallel, metrics, pipeline, tasks
 from path_backend.integration.model import PathArgs, args_with_attention, build_model
 from path_backend.integration.substitute import substituted
-from path_backend.integration.tensor_parallel import apply_tensor_parallel
+from path_backend.integration.tensor_parallel import apply_tensor_parallel, repair_routers
 from path_backend.integration.tokenizer import with_hub_tokenizer
 
 MODELS = ("llama3", "qwen3")
@@ -145,6 +145,8 @@ def _parallelize(
             stack.enter_context(context_parallel.applied(stock, model, parallel_dims, job_config))
         model = stock(model, parallel_dims, job_config)
     context_parallel.repair_model(model, parallel_dims)
+    if parallel_dims.tp_enabled and not parallel_dims.ep_enabled:
+        repair_routers(model, parallel_dims.get_mesh("tp"))
     if parallel_dims.tp_enabled and job_config.compile.enable and model.tok_embeddings is not None:
         _finish_embeddings(model)
     return model

@@ -1,4 +1,4 @@
-"""Data that does not depend on the layout, and a four-layer flavor, for parity.py.
+"""Data that does not depend on the layout, and four-layer flavors, for parity.py.
 
 torchtitan imports it by `[experimental] custom_import`.
 
@@ -14,11 +14,13 @@ from dataclasses import replace
 from functools import partial
 
 import tiny_models  # noqa: F401 (adds the flavors)
+import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.llama3 import llama3_args
+from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import qwen3_args
 
 from path_backend.integration.dataset import TOKENIZER_DIR, document_text
@@ -50,3 +52,26 @@ for flavors in (llama3_args, qwen3_args):
 # A pipeline cannot tie two of its stages.
 qwen3_args["parity_tied"] = replace(qwen3_args["parity"], enable_weight_tying=True)
 qwen3_args["parity"].enable_weight_tying = False
+qwen3_args["parity_experts"] = replace(
+    qwen3_args["parity"],
+    moe_enabled=True,
+    moe_inter_dim=64,
+    moe_args=MoEArgs(
+        num_experts=4,
+        num_shared_experts=0,
+        top_k=2,
+        score_func="softmax",
+        route_norm=True,
+        score_before_experts=False,
+        use_grouped_mm=False,  # it rounds to bf16
+    ),
+)
+
+
+def histc(values: torch.Tensor, *arguments, stock=torch.histc, **options) -> torch.Tensor:
+    """torch.histc, of integers on a CPU too: torchtitan counts the tokens of experts with it."""
+    countable = values if values.is_cuda else values.float()
+    return stock(countable, *arguments, **options).to(values.dtype)
+
+
+torch.histc = histc

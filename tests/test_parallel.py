@@ -241,6 +241,24 @@ def test_tied_embeddings(parity, tmp_path, layout, attention):
     assert_same_training(run, parity.one_rank(column), layout.budget)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("FSDP2 x TP2", shard=2, tensor=2),
+        pytest.param(
+            Layout("FSDP2 x EP2", ("--parallelism.expert_parallel_degree=2",), shard=2),
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="in Triton"),
+        ),
+    ],
+    ids=str,
+)
+def test_experts(parity, tmp_path, layout):
+    """A router that trains on one rank's part of its gradient (#2387)."""
+    column = Column("qwen3", "path_fox", "parity_experts")
+    run = parity.run(tmp_path, column, layout)
+    assert_same_training(run, parity.one_rank(column), layout.budget)
+
+
 def test_statistics_of_sequences_on_two_ranks(parity, tmp_path):
     """Statistics of one rank's tokens logged as those of all, or FLOPs of a part of a sequence."""
     column = Column("llama3", "path_fox")
