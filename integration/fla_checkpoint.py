@@ -15,9 +15,11 @@ Source of names and constants: fla/layers/path_attn.py and fla/models/path_attn,
 import argparse
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from path_backend.integration.job import load_job, model_args
@@ -49,10 +51,21 @@ _GATE = {
 }
 
 
+_DEFAULTS = {  # of the library's configuration, where a config.json names no value
+    "hidden_act": "swish",
+    "norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "use_forget_gate": False,
+    "use_low_rank_w": True,
+    "use_w_shortconv": True,
+}
+
+
 def export_folder(args: PathArgs, source: Path, target: Path) -> None:
     """Write the library's folder, config.json included, from an exported one."""
     config = fla_config(args)
-    shapes = _convert(_names(args), source, target, lambda conv: conv.unsqueeze(1))
+    names = _names(args)
+    shapes = _convert(names, _shapes(args), source, target, lambda conv: conv.unsqueeze(1))
     config["intermediate_size"] = shapes["model.layers.0.mlp.gate_proj.weight"][0]
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -60,13 +73,15 @@ def export_folder(args: PathArgs, source: Path, target: Path) -> None:
 def import_folder(args: PathArgs, source: Path, target: Path) -> None:
     """Write a folder that `checkpoint.initial_load_in_hf` reads from one of the library."""
     expected = fla_config(args)
-    found = json.loads((source / "config.json").read_text())
+    found = _DEFAULTS | json.loads((source / "config.json").read_text())
     found["num_kv_heads"] = found.get("num_kv_heads") or found.get("num_heads")
     for key, value in expected.items():
         if found.get(key, value) != value:
             raise ValueError(f"{source}/config.json: {key} must be {value!r}, got {found[key]!r}")
-    names = {theirs: ours for ours, theirs in _names(args).items()}
-    _convert(names, source, target, lambda conv: conv.squeeze(1))
+    names = _names(args)
+    shapes = {names[ours]: shape for ours, shape in _shapes(args).items()}
+    back = {theirs: ours for ours, theirs in names.items()}
+    _convert(back, shapes, source, target, lambda conv: conv.squeeze(1))
 
 
 def fla_config(args: PathArgs) -> dict[str, Any]:
@@ -125,9 +140,31 @@ def _names(args: PathArgs) -> dict[str, str]:
     return names
 
 
-def _convert(names: dict[str, str], source: Path, target: Path, convert_conv) -> dict[str, Any]:
-    """Rename the tensors of every file; returns their shapes by new name."""
+def _shapes(args: PathArgs) -> dict[str, tuple[int, int]]:
+    """Shapes in an exported folder that tell the vocabulary, the width and the heads of a model."""
+    kv_heads = args.n_kv_heads or args.n_heads
+    layer = "model.layers.0.self_attn."
+    return {
+        "model.embed_tokens.weight": (args.vocab_size, args.dim),
+        layer + "k_proj.weight": (kv_heads * args.dim // args.n_heads, args.dim),
+        layer + "path.beta.weight": (kv_heads, args.dim),
+    }
+
+
+def _convert(
+    names: dict[str, str],
+    known: dict[str, tuple[int, int]],
+    source: Path,
+    target: Path,
+    convert_conv: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, Any]:
+    """Rename the tensors of every file, some of known shape; returns all shapes by new name."""
     files = {path.name: load_file(path) for path in sorted(source.glob("*.safetensors"))}
+    if not files:
+        raise ValueError(
+            f"{source} must hold .safetensors files (checkpoint.last_save_in_hf writes them), "
+            "got none"
+        )
     found = {name for tensors in files.values() for name in tensors}
     if found != names.keys():
         raise ValueError(
@@ -135,6 +172,13 @@ def _convert(names: dict[str, str], source: Path, target: Path, convert_conv) ->
             f"{', '.join(sorted(names.keys() - found)) or 'none'}; not expected: "
             f"{', '.join(sorted(found - names.keys())) or 'none'}"
         )
+    for tensors in files.values():
+        for name in known.keys() & tensors.keys():
+            if tuple(tensors[name].shape) != known[name]:
+                raise ValueError(
+                    f"{source}: {name} must have the shape {known[name]} of the job's model, "
+                    f"got {tuple(tensors[name].shape)}"
+                )
     target.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, Any] = {}
     weight_map: dict[str, str] = {}
@@ -159,8 +203,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("direction", choices=["export", "import"])
     parser.add_argument("job", type=Path, help="TOML file that the model trains with")
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
+    parser.add_argument("source", type=Path, help="folder to read")
+    parser.add_argument("target", type=Path, help="folder to write, made if it is not there")
     options, overrides = parser.parse_known_args()
     args = job_args([f"--job.config_file={options.job}", *overrides])
     convert = export_folder if options.direction == "export" else import_folder

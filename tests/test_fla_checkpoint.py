@@ -1,5 +1,6 @@
 """The layout of flash-linear-attention, held against a forward pass written from it."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -187,6 +188,31 @@ def test_folder_of_another_model(tmp_path):
     gated = fla_checkpoint.job_args([*JOB, *GATED])
     with pytest.raises(ValueError, match="use_forget_gate must be True, got False"):
         fla_checkpoint.import_folder(gated, tmp_path / "fla", tmp_path / "back")
+    with pytest.raises(ValueError, match=f"{tmp_path} must hold .safetensors files .*, got none"):
+        fla_checkpoint.export_folder(args, tmp_path, tmp_path / "fla")
+
+
+def test_heads_of_another_model(tmp_path):
+    """Heads that the tensors do not have, or the library's eps, where none is named, for ours."""
+    args = fla_checkpoint.job_args([*JOB, "--model.attention=path"])
+    make_model(args, tmp_path / "hf")
+    fla_checkpoint.export_folder(args, tmp_path / "hf", tmp_path / "fla")
+    other = copy.copy(args)
+    other.n_heads, other.n_kv_heads = 8, 4
+    message = r"path.beta.weight must have the shape \(4, 64\) of the job's model, got \(2, 64\)"
+    with pytest.raises(ValueError, match=message):
+        fla_checkpoint.export_folder(other, tmp_path / "hf", tmp_path / "other")
+    config = json.loads((tmp_path / "fla" / "config.json").read_text())
+    config |= {"num_heads": 8, "num_kv_heads": 4}
+    (tmp_path / "fla" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"bt_proj.weight must have the shape \(4, 64\) .*\(2, 64\)"
+    ):
+        fla_checkpoint.import_folder(other, tmp_path / "fla", tmp_path / "back")
+    del config["norm_eps"]
+    (tmp_path / "fla" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="norm_eps must be 1e-05, got 1e-06"):
+        fla_checkpoint.import_folder(other, tmp_path / "fla", tmp_path / "back")
 
 
 def test_command(tmp_path):
