@@ -64,23 +64,27 @@ def assert_equal(actual, expected):
         torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=name)
 
 
+def write_plain(folder, model, flavor="parity"):
+    """A checkpoint of the stock model, random tensors in Hugging Face's layout; returns them."""
+    import parity_data  # noqa: F401 (adds the flavors)
+
+    spec = STOCK[model].get_train_spec()
+    args = spec.model_args[flavor]
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in spec.model_cls(args).state_dict().items()}
+    draw = torch.Generator().manual_seed(0)
+    state = {name: 0.02 * torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    tensors = spec.state_dict_adapter(args, None).to_hf(state)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
 @pytest.fixture(scope="module", params=["llama3", "qwen3"])
 def plain(request, tmp_path_factory):
     """Name of a model, and a folder with a checkpoint of it in Hugging Face's layout."""
-    import parity_data  # noqa: F401 (adds the flavor)
-
-    spec = STOCK[request.param].get_train_spec()
-    args = spec.model_args["parity"]
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    draw = torch.Generator().manual_seed(0)
-    state = {
-        name: 0.02 * torch.randn(value.shape, generator=draw)
-        for name, value in model.state_dict().items()
-    }
     folder = tmp_path_factory.mktemp(request.param)
-    tensors = spec.state_dict_adapter(args, None).to_hf(state)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
+    write_plain(folder, request.param)
     return request.param, folder
 
 
@@ -107,6 +111,22 @@ def test_plain_checkpoint(plain, tmp_path, layout):
                 assert not initial.any()
             else:
                 assert 0.01 < initial.std() < 0.03
+
+
+def test_tied_checkpoint(tmp_path):
+    """An output layer that stays random, or that is exported beside the embedding it shares."""
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    tensors = write_plain(plain, "qwen3", "parity_tied")
+    assert "lm_head.weight" not in tensors
+    tied = "--model.flavor=parity_tied"
+    job = ("qwen3", "path_fox", "FSDP2", tied, *UNCHANGED, *EXPORT)
+    run = start(tmp_path / "run", *job, *load_hf(plain))
+    saved = exported(run)
+    assert_equal({k: v for k, v in saved.items() if ".self_attn.path." not in k}, tensors)
+    folder = run.folder / "checkpoint" / "step-1"
+    back = start(tmp_path / "back", *job, *load_hf(folder), "--debug.seed=1")
+    assert back.validation_loss[0] == pytest.approx(run.validation_loss[0], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +194,15 @@ def test_files_of_the_base_model(plain, tmp_path):
     assert index.keys() == exported(run).keys() > names.keys()
 
 
-@pytest.mark.parametrize("column", [Column("llama3", "path_fox"), Column("qwen3", "path")], ids=str)
-def test_layouts_take_turns(tmp_path, column):
+@pytest.mark.parametrize(
+    "column, masks",
+    [
+        (Column("llama3", "path_fox"), ()),
+        (Column("qwen3", "path"), ("--model.path.document_mask",)),
+    ],
+    ids=["llama3 path_fox", "qwen3 path, documents"],
+)
+def test_layouts_take_turns(tmp_path, column, masks):
     """Parameters or optimizer states lost or mixed up where the next layout splits them otherwise.
 
     Two key/value heads over four ranks leave some of beta's shards empty. Eight documents in all:
@@ -191,8 +218,10 @@ def test_layouts_take_turns(tmp_path, column):
         Layout("FSDP2", shard=2),
         ONE_RANK,
     ]
+    if torch.cuda.is_available():
+        layouts = [layout for layout in layouts if layout.ranks <= torch.cuda.device_count()]
     parity = Parity(tmp_path / "parity")
-    full = ("--training.dataset_path=8", "--checkpoint.no_last_save_model_only")
+    full = ("--training.dataset_path=8", "--checkpoint.no_last_save_model_only", *masks)
     whole = parity.one_rank(column, *full, f"--training.steps={len(layouts)}")
     loss, grad_norm = [], []
     for steps, layout in enumerate(layouts, 1):

@@ -185,6 +185,11 @@ def in_columns(rows):
             yield pytest.param(row, column, id=f"{name}, {column}")
 
 
+def masks(layout: Layout) -> list[str]:
+    """The arguments of a layout that change what is trained: one rank gets them too."""
+    return [argument for argument in layout.arguments if argument in DOCUMENTS]
+
+
 @pytest.fixture(scope="module")
 def parity(tmp_path_factory):
     return Parity(tmp_path_factory.mktemp("parity"))
@@ -207,9 +212,8 @@ def test_same_training(parity, tmp_path, cell, layout, column):
     if "float8" in layout.name and not importlib.util.find_spec("torchao"):
         pytest.skip("needs torchao")
     cell(layout, column, "equal")
-    masks = [argument for argument in layout.arguments if argument in DOCUMENTS]
     run = parity.run(tmp_path, column, layout)
-    assert_same_training(run, parity.one_rank(column, *masks), layout.budget)
+    assert_same_training(run, parity.one_rank(column, *masks(layout)), layout.budget)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on CPUs every row is so")
@@ -289,9 +293,8 @@ def test_statistics_of_sequences_on_two_ranks(parity, tmp_path):
 def test_attentions_outside_the_table(parity, tmp_path, attention, layout):
     """An attention with a gate or nothing cut as if it had all; repairs that `default` lacks."""
     column = Column("llama3", attention)
-    masks = [argument for argument in layout.arguments if argument in DOCUMENTS]
     run = parity.run(tmp_path, column, layout)
-    assert_same_training(run, parity.one_rank(column, *masks), layout.budget)
+    assert_same_training(run, parity.one_rank(column, *masks(layout)), layout.budget)
 
 
 @pytest.mark.parametrize("refusal, column", list(in_columns(REFUSALS)))

@@ -57,6 +57,22 @@ def test_default_gives_the_stock_losses(tmp_path, stock_toml, name, ranks):
     assert ours.scalars.keys() == stock.scalars.keys()
 
 
+@pytest.mark.parametrize(
+    "degree, factor",
+    [
+        ("pipeline_parallel_degree", 4 * 128),  # #2972: the sum over the tokens of a step
+        ("data_parallel_replicate_degree", 1 / 2),  # #2323: the mean over two ranks
+    ],
+)
+def test_faults_of_stock(tmp_path, stock_toml, degree, factor):
+    """A repair of what torchtitan no longer does: then gradients are wrong because of it."""
+    arguments = (f"--parallelism.{degree}=2", "--training.steps=1")
+    stock = train(tmp_path / "stock", *arguments, ranks=2, config=stock_toml)
+    ours = train(tmp_path / "ours", *arguments, "--model.attention=default", ranks=2)
+    assert ours.loss == pytest.approx(stock.loss, rel=1e-6)
+    assert factor * ours.grad_norm[0] == pytest.approx(stock.grad_norm[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("attention, ranks", [("path", 1), ("path_fox", 2)])
 def test_resume_gives_the_same_losses(tmp_path, attention, ranks):
     """A parameter, optimizer state or place in the data that a checkpoint misses."""
