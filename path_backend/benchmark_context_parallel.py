@@ -6,7 +6,8 @@ Rows come from rank 0 as they are measured. A time is that of the slowest rank, 
 `--rep` runs; "both" is forward + backward with all gradients. Communication is exposed while a
 rank's collectives run and none of its other kernels does; that, and the time in collectives, is the
 mean of the ranks in one profiled run. Peak memory is what forward + backward add to the inputs, on
-the rank that needs most. A row of 1 rank is `path_attention` on one GPU, the others idle.
+the rank that needs most. A row of 1 rank is `path_attention` on one GPU, the others idle; it is the
+only one of a run on one rank.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def measure(
         yield "", 1, *clock(steps, args, communicates=False)
         del steps
         torch.cuda.empty_cache()
+    if ranks == 1:
+        return
     layout = Layout.head_tail(ranks, shape.T // (2 * ranks))
     local = inputs.map(lambda x: take(x, layout))
     del inputs
