@@ -116,6 +116,7 @@ LAYOUTS = [
         budget=BF16,
     ),
     Layout("FSDP2, float8 (emulated)", EMULATED, shard=2, budget=FLOAT8),
+    Layout("TP2, float8 (emulated)", EMULATED, tensor=2, budget=FLOAT8),
     Layout(
         "FSDP2, float8 (emulated), documents",
         (*EMULATED, *DOCUMENTS),
