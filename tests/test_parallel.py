@@ -107,6 +107,7 @@ LAYOUTS = [
         context=2,
     ),
     Layout("FSDP2, bf16", IN_BF16, shard=2, budget=BF16),
+    Layout("DDP, bf16 (autocast)", IN_BF16, replicate=2, budget=BF16),
     Layout("CP2, bf16", IN_BF16, context=2, budget=BF16),
     Layout(
         "FSDP2 x TP2, bf16, documents, compile, full checkpointing",
