@@ -5,7 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from path_backend import path_attention
 from path_backend.tasks import IGNORE_INDEX, A5WordProblem, FlipFlop, Mqrar, S5Swaps, Stream
 from path_backend.tasks.stream import HELD_OUT, _mix, below, is_held_out, random_words, uniform
 
@@ -163,6 +165,28 @@ def test_s5_is_the_group():
     assert len(set(names)) == 120 and names[0] == "01234" and start == "start"
     assert sum(map(is_swap, names)) == 10
     assert all(sorted(name) == list("01234") for name in names)
+
+
+def test_one_layer_of_path_solves_swaps():
+    """Reflections in another order than the task's products, or a first token that is not seen.
+
+    The paper's construction: w of the swap of a and b is (e_a - e_b) / sqrt(2), beta is 2, and only
+    the first token has a key, (0, 1, 2, 3, 4). For the query e_x its logit is the object at x.
+    """
+    length = 200
+    tokens, labels = Stream(S5Swaps(), length, "x", False).samples(0, 4)
+    images = torch.tensor([[int(c) for c in name] for name in S5Swaps().vocabulary[:-1]])
+    products = images[labels[:, 1:]]  # [B, T - 1, 5]: where each object is
+    moved = images[tokens[:, 1:]] - torch.arange(5)  # b - a at a, a - b at b
+    w = F.pad(F.normalize(moved.double(), dim=-1), (0, 0, 1, 0)).unsqueeze(2)  # start has none
+    q = torch.eye(5).double().expand(4, length, 5, 5)  # a head for each x
+    k, v = torch.zeros(4, length, 1, 5).double(), torch.zeros(4, length, 1, 1).double()
+    k[:, 0], v[:, 0] = torch.arange(5).double(), 1
+    beta = torch.full((4, length, 1), 2.0).double()
+    share = path_attention(q, k, v, w, beta, scale=1.0)[:, 1:, :, 0]  # of the first token
+    others = torch.arange(1, length)[:, None]
+    objects = (share * others / (1 - share)).log()
+    assert torch.allclose(objects, products.argsort(-1).double(), atol=1e-6)
 
 
 def test_words_are_those_of_splitmix64():
