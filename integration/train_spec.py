@@ -136,6 +136,7 @@ def _parallelize(
     The repairs of stock torchtitan 0.2.2 apply to every attention, `default` too: without them it
     does not run or does not learn, and an attention would be compared with a broken one.
     """
+    _refuse_ddp_of_parts(parallel_dims)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_one_group_for_tied_embeddings(stock, model, parallel_dims))
         if getattr(model.model_args, "attention", "default") != "default":
@@ -152,6 +153,21 @@ def _parallelize(
     return model
 
 
+def _refuse_ddp_of_parts(dims: ParallelDims) -> None:
+    """DDP of a part of the model, which llama3 refuses and qwen3 trains wrong or cannot save."""
+    if _is_ddp(dims) and (dims.tp_enabled or dims.pp_enabled):
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree = {dims.dp_replicate} needs "
+            "data_parallel_shard_degree > 1 with tensor or pipeline parallelism, got "
+            f"tensor_parallel_degree = {dims.tp}, pipeline_parallel_degree = {dims.pp}: "
+            f"data_parallel_shard_degree = {dims.dp_replicate} instead of it is FSDP2"
+        )
+
+
+def _is_ddp(dims: ParallelDims) -> bool:
+    return dims.dp_replicate_enabled and not dims.fsdp_enabled
+
+
 def _build_loss(
     stock: Callable[..., LossFunction],
     job_config: JobConfig,
@@ -166,7 +182,7 @@ def _build_loss(
     micro-batches again, which an average leaves as they are and a sum does not.
     """
     loss_fn = stock(job_config, parallel_dims=parallel_dims, **kwargs)
-    if not parallel_dims.dp_replicate_enabled or parallel_dims.fsdp_enabled:
+    if not _is_ddp(parallel_dims):
         return loss_fn
     ranks = parallel_dims.dp_replicate
 

@@ -157,6 +157,15 @@ REFUSALS = [
         "validation.local_batch_size must be .* in a pipeline, got 6",
         "as many micro-batches as in training",
     ),
+    *(
+        Refusal(
+            Layout(f"DDP x {name}", replicate=2, **part),
+            "data_parallel_replicate_degree = 2 needs data_parallel_shard_degree > 1 with .*, got "
+            f".* = {part.get('tensor', 1)}, .* = {part.get('pipeline', 1)}:",
+            "needs FSDP2",
+        )
+        for name, part in (("TP2", {"tensor": 2}), ("PP2", {"pipeline": 2}))
+    ),
     Refusal(
         Layout("TP2, async TP without compile", ASYNC_TP, tensor=2),
         "Async TP requires",
