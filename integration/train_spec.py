@@ -24,7 +24,14 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.logging import logger
 
-from path_backend.integration import checkpoint, context_parallel, metrics, pipeline, tasks
+from path_backend.integration import (
+    checkpoint,
+    context_parallel,
+    metrics,
+    pipeline,
+    resume,
+    tasks,
+)
 from path_backend.integration.model import PathArgs, args_with_attention, build_model
 from path_backend.integration.substitute import substituted
 from path_backend.integration.tensor_parallel import apply_tensor_parallel, repair_routers
@@ -37,13 +44,14 @@ def register() -> None:
     """Register the wrapped spec of each of `MODELS`; it is built when torchtitan first uses it.
 
     torchtitan's look-up of a spec is replaced by one that guards those that nobody wrapped, its
-    cutting of masks by one that takes ours.
+    cutting of masks by one that takes ours, its loading of checkpoints by one that checks them.
     """
     for name in MODELS:
         register_train_spec(name, _LazyTrainSpec(name))
     stock = registry.get_train_spec
     registry.get_train_spec = functools.wraps(stock)(lambda name: _guarded(stock(name)))
     context_parallel.shard_document_masks()
+    resume.refuse_other_checkpoints()
 
 
 def wrap_train_spec(spec: TrainSpec) -> TrainSpec:

@@ -10,7 +10,7 @@ from parity import FP32, ONE_RANK, Budget, Column, Layout, Parity, assert_same_s
 from safetensors.torch import load_file, save_file
 from test_config import parse
 from torchtitan.models import llama3, qwen3
-from trainer import train
+from trainer import TrainerError, train
 
 from path_backend.integration import train_spec
 from path_backend.integration.dataset import TOKENIZER_DIR
@@ -236,6 +236,24 @@ def test_layouts_take_turns(tmp_path, column, masks):
     assert loss == pytest.approx(whole.loss, rel=budget.loss)
     assert grad_norm == pytest.approx(whole.grad_norm, rel=budget.tensor)
     assert_same_state(run, whole, budget, step=len(layouts))
+
+
+def test_refuses_to_resume(tmp_path):
+    """A key of torchtitan's files, or an assertion, where a user asks what to change."""
+    arguments = ("--training.steps=2", "--checkpoint.no_last_save_model_only")
+    two = start(tmp_path, "llama3", "path", "FSDP2", *arguments)
+    folder = re.escape(str(two.folder / "checkpoint" / "step-2"))
+    longer = ("--training.steps=3", *arguments[1:])
+    message = f"{folder} must be of the same model.attention .* without gate.bias, gate.weight in"
+    with pytest.raises(TrainerError, match=message):
+        start(tmp_path, "llama3", "path_fox", "FSDP2", *longer)
+    message = "places in the data of {} data parallel ranks, got {}: checkpoint.exclude_from_load"
+    with pytest.raises(TrainerError, match=message.format(1, 2)):
+        start(tmp_path, "llama3", "path", "TP2", *longer)
+    again = ("--checkpoint.exclude_from_loading=dataloader",)
+    start(tmp_path, "llama3", "path", "PP2", *longer, *again)
+    with pytest.raises(TrainerError, match=message.format(2, 1)):
+        start(tmp_path, "llama3", "path", "FSDP2", "--training.steps=4", *arguments[1:])
 
 
 @pytest.mark.parametrize("model", STOCK)

@@ -1,0 +1,48 @@
+"""Checkpoints that a job cannot go on from, refused before they are read and with a way out.
+
+torchtitan 0.2.2 names a missing key of its files, or says that another number of data parallel
+ranks is not supported.
+"""
+
+import functools
+import re
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+from torchtitan.components.checkpoint import DATALOADER, CheckpointManager
+
+_RANK = re.compile(rf"{DATALOADER}\.dp_rank_\d+")
+_OURS = re.compile(r"layers\.\d+\.attention\.path\.(.+)")
+
+
+def refuse_other_checkpoints() -> None:
+    """Let torchtitan call `check` before it loads a checkpoint of its own kind. Call it once."""
+    load = CheckpointManager.dcp_load
+
+    @functools.wraps(load)
+    def checked(self, state_dict, checkpoint_id, from_hf, from_quantized):
+        if not from_hf:
+            check(state_dict, checkpoint_id)
+        load(self, state_dict, checkpoint_id, from_hf, from_quantized)
+
+    CheckpointManager.dcp_load = checked
+
+
+def check(state_dict: dict[str, Any], folder: str) -> None:
+    """Raises ValueError if a folder lacks what `state_dict` asks for, as a job's own does not."""
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata.keys()
+    missing = {match[1] for name in state_dict.keys() - saved if (match := _OURS.fullmatch(name))}
+    if missing:
+        raise ValueError(
+            f"{folder} must be of the same model.attention and [model.path], got one without "
+            f"{', '.join(sorted(missing))} in its layers. Through Hugging Face's format "
+            "(checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf) they would stay initial"
+        )
+    if DATALOADER in state_dict:
+        ranks = state_dict[DATALOADER].state_dict().get("world_size")
+        found = sum(map(bool, map(_RANK.fullmatch, saved)))
+        if ranks and found and ranks != found:
+            raise ValueError(
+                f"{folder} must hold the places in the data of {ranks} data parallel ranks, got "
+                f'{found}: checkpoint.exclude_from_loading = ["dataloader"] starts the data again'
+            )
