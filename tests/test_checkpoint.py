@@ -90,7 +90,7 @@ def plain(request, tmp_path_factory):
 
 @pytest.mark.parametrize("layout", PARALLEL)
 def test_plain_checkpoint(plain, tmp_path, layout):
-    """Rows permuted for a RoPE that is not there, or a tensor of either side lost on the way."""
+    """A tensor of either side lost on the way, changed, or loaded over an initial value."""
     model, folder = plain
     attention = "path_fox" if layout in ("1 rank", "PP2") else "path"
     run = start(tmp_path, model, attention, layout, *load_hf(folder), *UNCHANGED, *EXPORT)
@@ -254,6 +254,19 @@ def test_refuses_to_resume(tmp_path):
     start(tmp_path, "llama3", "path", "PP2", *longer, *again)
     with pytest.raises(TrainerError, match=message.format(2, 1)):
         start(tmp_path, "llama3", "path", "FSDP2", "--training.steps=4", *arguments[1:])
+
+
+@pytest.mark.parametrize("model", STOCK)
+def test_rows_keep_their_order(tmp_path, model):
+    """Rows permuted for a RoPE that is not there; on the way back they would be again."""
+    tensors = write_plain(tmp_path, model)
+    spec = train_spec.wrap_train_spec(STOCK[model].get_train_spec())
+    args = spec.model_args["parity"]
+    args.attention = "path"
+    state = spec.state_dict_adapter(args, None).from_hf(tensors)
+    for theirs, ours in (("q", "wq"), ("k", "wk"), ("v", "wv")):
+        loaded = state[f"layers.0.attention.{ours}.weight"]
+        assert torch.equal(loaded, tensors[f"model.layers.0.self_attn.{theirs}_proj.weight"])
 
 
 @pytest.mark.parametrize("model", STOCK)
