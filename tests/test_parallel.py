@@ -43,6 +43,11 @@ INTERLEAVED = (
     "--parallelism.pipeline_parallel_last_stage_less_layers=0",
 )
 
+ONE_MICRO_BATCH = (
+    "--parallelism.pipeline_parallel_schedule=GPipe",
+    "--parallelism.pipeline_parallel_microbatch_size=8",
+)
+
 LAYOUTS = [
     Layout("gradient accumulation", accumulate=2),
     Layout("FSDP2", shard=2),
@@ -274,10 +279,20 @@ def test_experts(parity, tmp_path, layout):
     assert_same_training(run, parity.one_rank(column), layout.budget)
 
 
-def test_statistics_of_sequences_on_two_ranks(parity, tmp_path):
-    """Statistics of one rank's tokens logged as those of all, or FLOPs of a part of a sequence."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("TP2", tensor=2),
+        Layout("CP2", context=2),
+        # statistics are those of the last micro-batch, here the only one, which 1F1B refuses
+        Layout("PP2, GPipe", ONE_MICRO_BATCH, pipeline=2),
+    ],
+    ids=str,
+)
+def test_statistics(parity, tmp_path, layout):
+    """Statistics or FLOPs of one rank's tokens, heads or layers logged as those of all."""
     column = Column("llama3", "path_fox")
-    run, expected = parity.run(tmp_path, column, Layout("CP2", context=2)), parity.one_rank(column)
+    run, expected = parity.run(tmp_path, column, layout), parity.one_rank(column)
     names = [name for name in expected.scalars if name.startswith("path/")]
     assert len(names) == 4 * 4
     for name in names:
