@@ -195,8 +195,15 @@ def _convert(
 
 
 def job_args(arguments: list[str]) -> PathArgs:
-    """Model arguments of a job, as the trainer would make them."""
-    return model_args(load_job(arguments))
+    """Model arguments of a job, as the trainer would make them; ValueError if it is not ours."""
+    job = load_job(arguments)
+    args = model_args(job)
+    if not isinstance(args, PathArgs):
+        raise ValueError(
+            'job.custom_config_module must be "path_backend.integration.job_config", or model.name '
+            f"that of a wrapped spec, got {job.job.custom_config_module!r} and {job.model.name!r}"
+        )
+    return args
 
 
 def main() -> None:

@@ -175,6 +175,14 @@ def test_models_that_do_not_exist_there(overrides, message):
         fla_checkpoint.fla_config(fla_checkpoint.job_args([*JOB, *overrides]))
 
 
+def test_job_of_another_kind():
+    """An attribute that torchtitan's own arguments lack, for a model that was not wrapped."""
+    names = ("--model.name=deepseek_v3", "--model.flavor=debugmodel")
+    message = r"custom_config_module must be .*, got '.*job_config' and 'deepseek_v3'"
+    with pytest.raises(ValueError, match=message):
+        fla_checkpoint.job_args([*JOB, *names])
+
+
 def test_folder_of_another_model(tmp_path):
     """A checkpoint of another job read as this job's."""
     args = fla_checkpoint.job_args([*JOB, "--model.attention=path"])
