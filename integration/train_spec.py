@@ -63,7 +63,9 @@ def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
     return dataclasses.replace(
         spec,
         model_cls=functools.partial(build_model, spec.model_cls),
-        model_args={flavor: args_with_attention(args) for flavor, args in spec.model_args.items()},
+        model_args=_Flavors(
+            {flavor: args_with_attention(args) for flavor, args in spec.model_args.items()}
+        ),
         parallelize_fn=functools.partial(_parallelize, parallelize),
         build_loss_fn=functools.partial(_build_loss, spec.build_loss_fn),
         build_metrics_processor_fn=functools.partial(
@@ -81,6 +83,13 @@ def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
         ),
         **pipeline.with_mean_loss(spec),
     )
+
+
+class _Flavors(dict):
+    """Arguments by flavor; of one that is not there, an error that lists those that are."""
+
+    def __missing__(self, flavor: str) -> PathArgs:
+        raise ValueError(f"model.flavor must be one of {', '.join(self)}, got {flavor!r}")
 
 
 def _guarded(spec: TrainSpec) -> TrainSpec:

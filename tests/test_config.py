@@ -193,6 +193,13 @@ def test_wrong_attention(tmp_path):
     assert "default, path, path_fox, fox, nope, stick_breaking, got 'pth'" in str(error.value)
 
 
+def test_wrong_flavor():
+    """A bare KeyError: torchtitan looks the flavor up in a dict."""
+    message = "model.flavor must be one of .*debugmodel, .*8B.*, got 'debug'"
+    with pytest.raises(ValueError, match=message):
+        registry.get_train_spec("llama3").model_args["debug"]
+
+
 def test_refuses_a_degree_that_cuts_heads():
     """A job that would fail late being started."""
     argument = "--parallelism.tensor_parallel_degree=16"
