@@ -68,6 +68,7 @@ def plan() -> list[Job]:
         *_word_problem("a5_word_problem", depths=(1, 2, 3, 4)),
         *_length_extrapolation(),
         *_mqrar(seed=0),
+        *_small_mqrar(),
         *_mqrar(seed=1),
         *_mqrar(seed=2),
     ]
@@ -115,6 +116,19 @@ def _mqrar(seed: int) -> Iterator[Job]:
                 (f"--task.mqrar.n_back={n_back}", *in_minutes, *_seeded(seed)),
                 slots=2,
             )
+
+
+def _small_mqrar() -> Iterator[Job]:
+    """For a CPU: all of them in half an hour on two cores."""
+    small = (
+        *("--model.flavor=task_2x64", "--training.seq_len=128", "--task.mqrar.pairs=8"),
+        *("--training.local_batch_size=32", "--training.steps=500", "--validation.no-enable"),
+    )
+    for n_back in (1, 2, 3, 4):
+        for attention in ATTENTIONS:
+            name = f"mqrar_small/{attention}_{n_back}_back_0"
+            overrides = (f"--task.mqrar.n_back={n_back}", *small, *_seeded(0))
+            yield Job(name, "mqrar", attention, overrides)
 
 
 def _seeded(seed: int) -> tuple[str, ...]:

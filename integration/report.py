@@ -19,6 +19,7 @@ from path_backend.integration.task_error import wilson_interval
 
 BEGIN, END = "<!-- path-backend report: begin -->", "<!-- path-backend report: end -->"
 SUCCESS = 0.9  # of a word problem: accuracy at a length that counts as solved
+LINES = (":", "-.", "--", "-")  # of one to four layers
 SHOWN_LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 30, 40)
 # Yang et al., PaTH Attention (NeurIPS 2025): errors in %, in distribution, sparse, dense.
 PAPER_FLIP_FLOP = {
@@ -168,22 +169,20 @@ def _first_text(runs: Results) -> list[dict[str, Any]]:
 
 
 def plot_word_problem(results: Results, path: Path) -> None:
-    """Layers needed over the length; what no depth that ran solves lies above the deepest."""
+    """Accuracy over the length: a colour for each attention, a line style for each depth."""
     pyplot = _pyplot()
-    deepest = max(_depths(results))
     figure, axis = pyplot.subplots(figsize=(6.4, 3.6))
-    for i, (attention, runs) in enumerate(_by_attention(results)):
-        found = smallest_depths(runs)[attention]
-        shift = 0.06 * (i - 2.5)  # lines that coincide stay visible
-        needed = [(depth or deepest + 1) + shift for depth in found.values()]
-        style = _style(attention)
-        style["label"] += f", layers {', '.join(map(str, _depths(runs)))}"
-        axis.step(list(found), needed, where="mid", **style)
-    axis.axvline(results[0]["job"]["seq_len"] - 1, color="0.6", lw=1, ls=":")
-    axis.set_ylim(0.5, deepest + 1.5)
-    axis.set_yticks(range(1, deepest + 2), [*range(1, deepest + 1), "none"])
-    axis.set_xlabel(f"length (trained up to {results[0]['job']['seq_len'] - 1})")
-    axis.set_ylabel(f"layers for {SUCCESS:.0%} accuracy")
+    for attention, runs in _by_attention(results):
+        for run in sorted(runs, key=_depth):
+            accuracy = [1 - error for error in _by_position(run)[1:]]
+            style = _style(attention) | {"ls": LINES[(_depth(run) - 1) % len(LINES)]}
+            style["label"] += f", {_depth(run)} {'layers' if _depth(run) > 1 else 'layer'}"
+            axis.plot(range(1, len(accuracy) + 1), accuracy, **style)
+    trained = results[0]["job"]["seq_len"] - 1
+    axis.axhline(SUCCESS, color="0.6", lw=1, ls=":")
+    axis.axvline(trained, color="0.6", lw=1, ls=":")
+    axis.set_xlabel(f"permutations (trained on up to {trained})")
+    axis.set_ylabel("accuracy")
     _finish(figure, axis, path)
 
 
@@ -240,6 +239,7 @@ GROUPS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "s5_swaps": ("Word problem of S5, by swaps", word_problem),
     "a5_word_problem": ("Word problem of A5", word_problem),
     "mqrar": ("MQRAR-N", mqrar),
+    "mqrar_small": ("MQRAR-N, small: 8 variables, 128 tokens, width 64", mqrar),
     "length_extrapolation": ("Perplexity beyond the trained length", length_extrapolation),
 }
 PLOTS = {
