@@ -2,7 +2,7 @@
 
 The stock plan handles wq, wk, wv, wo and the norms. Everything here must be a DTensor on the same
 mesh: otherwise gradients are not reduced and gradient clipping meets two kinds of parameters.
-`repair_routers` mends the stock plan for experts.
+`repair_routers` mends the stock plan for experts, `sum_partial_gradients` what the optimizer gets.
 """
 
 import torch
@@ -50,6 +50,23 @@ def repair_routers(model: nn.Module, mesh: DeviceMesh) -> None:
         # torchtitan's MoE, whose import needs Triton
         if vars(module).get("score_before_experts") is False:
             module.router.gate.register_forward_hook(sum_gradient)
+
+
+def sum_partial_gradients(model: nn.Module) -> None:
+    """Sum each gradient over the ranks as soon as it is there. Call it after the stock plan.
+
+    That of a norm's weight comes as a partial sum of the rank's tokens. Before torch 2.13 the fused
+    optimizers take it for whole, and ranks drift apart (#2217). FSDP2 sums it itself.
+    """
+
+    def whole(parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if any(placement.is_partial() for placement in gradient.placements):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            parameter.register_post_accumulate_grad_hook(whole)
 
 
 class ReplicatedLinear(ParallelStyle):

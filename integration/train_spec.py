@@ -34,7 +34,11 @@ from path_backend.integration import (
 )
 from path_backend.integration.model import PathArgs, args_with_attention, build_model
 from path_backend.integration.substitute import substituted
-from path_backend.integration.tensor_parallel import apply_tensor_parallel, repair_routers
+from path_backend.integration.tensor_parallel import (
+    apply_tensor_parallel,
+    repair_routers,
+    sum_partial_gradients,
+)
 from path_backend.integration.tokenizer import with_hub_tokenizer
 
 MODELS = ("llama3", "qwen3")
@@ -165,6 +169,8 @@ def _parallelize(
     context_parallel.repair_model(model, parallel_dims)
     if parallel_dims.tp_enabled and not parallel_dims.ep_enabled:
         repair_routers(model, parallel_dims.get_mesh("tp"))
+    if parallel_dims.tp_enabled and not parallel_dims.fsdp_enabled:
+        sum_partial_gradients(model)
     if parallel_dims.tp_enabled and job_config.compile.enable and model.tok_embeddings is not None:
         _finish_embeddings(model)
     return model
