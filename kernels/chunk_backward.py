@@ -11,8 +11,8 @@ With the names of chunk.py, A = low X^T, E = up X, and dL the gradient of the lo
 
     Y = M^-T dX        dM = -Y X^T     dS = strict upper(B dM)     dbeta = diag(Y) + rowsum(dM S)
 
-P = I - W^T X W moved the sibling's tile and entered the product of two chunks: its dP is that of
-every level (tree_backward.py), a D x D matrix, from which U = W dP, V = W dP^T.
+P = I - W^T X W moved the sibling's tile and entered the product of two chunks. From its dP come
+U = W dP and V = W dP^T and what they add to dX and dW: tree_backward.py.
 
 No [C, D] tile is held in fp32: columns pass in slabs, first to contract to C x C matrices, then to
 expand these to the gradients. C x C products are split, since X grows their errors: for nearly
@@ -25,8 +25,7 @@ Names with `neg_` hold the negative, so that products accumulate.
 import triton
 import triton.language as tl
 
-from .chunk import load_factors
-from .tiles import RUNTIME, dot, load_tile, split, turned
+from .tiles import RUNTIME, split, turned
 
 
 @triton.jit
@@ -137,41 +136,6 @@ def overlaps(
         w = load_slab(w_ptr, first, stride_w, T, column, CHUNK, SLAB, HEAD_DIM)
         acc = add_dot(acc, w, w, PRECISION, TRANS_B=True)
     return acc
-
-
-@triton.jit(do_not_specialize=RUNTIME)
-def chunk_product_backward_kernel(
-    w_ptr, beta_ptr, inverse_ptr, d_product_ptr, dx_ptr, dw_ptr,
-    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    stride_dwb, stride_dwt, stride_dwh,
-    T, H, num_chunks, num_blocks,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The parts of -dX (fp32) and dW that come through the chunk's product P."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    b, h = (head // H).to(tl.int64), head % H
-    head = head.to(tl.int64)
-    SLAB: tl.constexpr = min(64, BLOCK_D)
-    first = chunk * CHUNK
-    w_ptr += b * stride_wb + h * stride_wh
-    dw_ptr += b * stride_dwb + h * stride_dwh
-    d_product_ptr += (head * num_blocks + chunk) * BLOCK_D * BLOCK_D
-    limit = tl.where(chunk < num_blocks, BLOCK_D, 0)  # the last chunk may have none
-    w, x = load_factors(
-        w_ptr, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr, chunk, num_chunks, head,
-        stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
-    )  # fmt: skip
-    neg_dx = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for column in tl.range(0, BLOCK_D, SLAB, num_stages=1):
-        columns = load_tile(d_product_ptr + column, 0, BLOCK_D, limit, BLOCK_D, SLAB, SLAB)
-        u = dot(w, columns, PRECISION)
-        w_slab = load_slab(w_ptr, first, stride_wt, T, column, CHUNK, SLAB, HEAD_DIM)
-        neg_dx = add_dot(neg_dx, u, w_slab, PRECISION, TRANS_B=True)
-        neg_dw = dot(tl.trans(x), u, PRECISION)
-        rows = load_tile(d_product_ptr, column, BLOCK_D, limit, SLAB, BLOCK_D, BLOCK_D)
-        neg_dw = add_dot(neg_dw, x, dot(w, tl.trans(rows), PRECISION), PRECISION)
-        store_slab(dw_ptr, first, stride_dwt, T, column, -neg_dw, CHUNK, SLAB, HEAD_DIM)
-    store_matrix(dx_ptr, head * num_chunks + chunk, neg_dx, CHUNK)
 
 
 @triton.jit(do_not_specialize=RUNTIME)

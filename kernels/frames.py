@@ -11,11 +11,15 @@ from torch import Tensor
 
 from . import config, tiles
 from .chunk import chunk_kernel
-from .chunk_backward import chunk_backward_kernel, chunk_product_backward_kernel
+from .chunk_backward import chunk_backward_kernel
 from .inputs import Inputs, strides
 from .sweep import key_sweep_kernel, query_sweep_kernel, tree_kernel
 from .tiles import CHUNK
-from .tree_backward import product_gradient_kernel, tree_backward_kernel
+from .tree_backward import (
+    chunk_product_backward_kernel,
+    product_gradient_kernel,
+    tree_backward_kernel,
+)
 
 
 @dataclass
@@ -173,28 +177,47 @@ def _make_products(x: Inputs, frames: Frames) -> None:
                 PRECISION=x.precision,
                 num_warps=warps,
             )
-        if x.piece and 1 < count < tiles.stored_blocks(T, level):
+        if x.piece and level < levels[-1] and count < tiles.stored_blocks(T, level):
             # the last block has no sibling
             frames.products[:, :, base + count] = torch.eye(width, device=x.q.device)
         child, base = base, base + tiles.stored_blocks(T, level)
 
 
+def _moved_arguments(x: Inputs, frames: Frames, grads: FrameGradients) -> dict[str, Any]:
+    """What P moved at every level, and the gradients of what came out."""
+    T = x.q.shape[1]
+    return {
+        "q_levels_ptr": frames.q_levels,
+        "k_levels_ptr": frames.k_levels,
+        "dq_moved_ptr": grads.q_moved,
+        "dk_moved_ptr": grads.k_moved,
+        "start_ptr": x.document_start,
+        "end_ptr": x.document_end,
+        "total_rows": tiles.total_rows(T),
+        "moved_rows": tiles.moved_rows(T, x.piece),
+        "GROUP": x.group,
+        "HAS_DOC": x.document_start is not None,
+        "PIECE": x.piece,
+    }
+
+
 def _products_backward(
     x: Inputs, frames: Frames, grads: FrameGradients, d_product: Tensor | None
 ) -> tuple[Tensor, int]:
-    """Gradients [B * H, count, BLOCK_D, BLOCK_D] of the chunks' products in fp32, and their count;
-    level by level from the top, where that of a piece comes in.
+    """Gradients [B * H, count, BLOCK_D, BLOCK_D] of the products of level 1 in fp32, and their
+    count; level by level from the top, where that of a piece comes in.
     """
     B, T, H, D = x.k.shape
     width, levels = x.width, tiles.moving_levels(T, x.piece)
     row_base = tiles.moved_rows(T, x.piece)
     block_base = sum(tiles.stored_blocks(T, level) for level in levels)
     tokens = max(CHUNK, config.PRODUCT_ROWS // x.group)
+    moved = _moved_arguments(x, frames, grads)
     gradient, count = frames.inverse, 0  # of the level above; none at the top
     if d_product is not None:
         gradient, count = frames.inverse.new_zeros(B, H, width, width), 1
         gradient[..., :D, :D] = d_product
-    for level in reversed(levels):
+    for level in reversed(levels[1:]):
         parent, parents = gradient, count
         count = tiles.level_blocks(T, level, x.piece)
         block_base -= tiles.stored_blocks(T, level)
@@ -202,26 +225,16 @@ def _products_backward(
         splits = triton.cdiv(CHUNK << level, tokens)
         side, warps = config.product_tiles(width, count * splits * B * H)
         shared = {
-            "q_levels_ptr": frames.q_levels,
-            "k_levels_ptr": frames.k_levels,
-            "dq_moved_ptr": grads.q_moved,
-            "dk_moved_ptr": grads.k_moved,
-            "start_ptr": x.document_start,
-            "end_ptr": x.document_end,
+            **moved,
             "T": T,
             "H": H,
             "level": level,
             "row_base": row_base,
             "num_blocks": count,
             "num_splits": splits,
-            "total_rows": tiles.total_rows(T),
-            "moved_rows": tiles.moved_rows(T, x.piece),
-            "GROUP": x.group,
             "BLOCK_D": width,
             "CHUNK": CHUNK,
             "TILE": side,
-            "HAS_DOC": x.document_start is not None,
-            "PIECE": x.piece,
             "PRECISION": x.precision,
             "num_warps": warps,
             "num_stages": 2,
@@ -269,14 +282,17 @@ def frames_backward(
     has_product = len(tiles.product_levels(T, x.piece)) > 0
     if has_product:
         dx = torch.empty_like(frames.inverse)
-        d_chunks, count = _products_backward(x, frames, grads, d_product)
+        parents, count = _products_backward(x, frames, grads, d_product)
         chunk_product_backward_kernel[(chunks, B * H)](
             **factors,
-            d_product_ptr=d_chunks,
+            **_moved_arguments(x, frames, grads),
+            product_ptr=frames.products,
+            parent_ptr=parents,
             dx_ptr=dx,
             dw_ptr=dw,
             **strides(("dw", dw)),
-            num_blocks=count,
+            num_parents=count,
+            total_blocks=tiles.total_blocks(T),
             num_warps=4,
         )
     if x.group > 1:

@@ -22,7 +22,7 @@ from . import config
 from .attention_backward import key_pass, load_rows, query_gradient
 from .attention_forward import attend
 from .inputs import LOG2_E, dense, differentiable, padded, strides
-from .tiles import RUNTIME, load_tile, store_tile
+from .tiles import RUNTIME, as_product, load_tile, store_tile
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -106,16 +106,13 @@ def rectangle_dq_kernel(
     q = load_tile(q_ptr, m0, stride_qt, TQ, ROWS, BLOCK_D, HEAD_DIM)
     d_out = load_tile(d_out_ptr, m0, stride_gt, TQ, ROWS, BLOCK_DV, HEAD_DIM_V)
     bias, delta = load_rows(rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2, m0, ROWS)
-    dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    dq = as_product(tl.zeros([ROWS, BLOCK_D], tl.float32))
     row_sum = tl.zeros([ROWS], tl.float32)
-    middle = tl.maximum(lo, TK // BLOCK_N * BLOCK_N)
-    for whole in tl.static_range(2):
-        dq, row_sum = query_gradient(
-            dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_k_ptr, None, stride_kt,
-            stride_vt, lo if whole == 0 else middle, middle if whole == 0 else TK, 0.0, first_key,
-            TK, scale * 1.4426950408889634, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
-            whole == 0, HAS_GATE, HAS_DOC, PRECISION,
-        )  # fmt: skip
+    dq, row_sum = query_gradient(
+        dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_k_ptr, None, stride_kt, stride_vt,
+        lo, TK, 0.0, first_key, TK, scale * 1.4426950408889634, HEAD_DIM, BLOCK_D, HEAD_DIM_V,
+        BLOCK_DV, BLOCK_N, False, HAS_GATE, HAS_DOC, PRECISION,
+    )  # fmt: skip
     store_tile(dq_ptr, m0, stride_dqt, TQ, dq * scale, ROWS, BLOCK_D, HEAD_DIM)
     if HAS_GATE:
         tl.store(d_gate_q_ptr + q_head * TQ + rows, row_sum, mask=rows < TQ)
@@ -146,9 +143,8 @@ def rectangle_dkdv_kernel(
     if HAS_DOC:
         reach = tl.load(reach_ptr + b * tl.num_programs(0) + tl.program_id(0))
         first_ptr += b * TQ
-    middle = tl.minimum(reach, TQ // BLOCK_M * BLOCK_M)
-    dk = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    dv = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    dk = as_product(tl.zeros([ROWS, BLOCK_D], tl.float32))
+    dv = as_product(tl.zeros([ROWS, BLOCK_DV], tl.float32))
     for g in tl.range(GROUP, num_stages=1):
         hq = h * GROUP + g
         q_head = b * HQ + hq
@@ -156,14 +152,12 @@ def rectangle_dkdv_kernel(
         if HAS_GATE:
             gate_k = tl.load(gate_k_ptr + q_head * tl.cdiv(TK, ROWS) * ROWS + keys)
         col_sum = tl.zeros([ROWS], tl.float32)
-        for whole in tl.static_range(2):
-            dk, dv, col_sum = key_pass(
-                dk, dv, col_sum, k, v, q_ptr + hq * stride_qh, d_out_ptr + hq * stride_gh,
-                rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2, None, first_ptr, stride_qt,
-                stride_gt, 0 if whole == 0 else middle, middle if whole == 0 else reach, TQ, keys,
-                gate_k, 0.0, scale * 1.4426950408889634, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
-                BLOCK_M, whole == 0, False, HAS_GATE, HAS_DOC, PRECISION,
-            )  # fmt: skip
+        dk, dv, col_sum = key_pass(
+            dk, dv, col_sum, k, v, q_ptr + hq * stride_qh, d_out_ptr + hq * stride_gh,
+            rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2, None, first_ptr, stride_qt,
+            stride_gt, 0, reach, TQ, keys, gate_k, 0.0, scale * 1.4426950408889634, HEAD_DIM,
+            BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, False, False, HAS_GATE, HAS_DOC, PRECISION,
+        )  # fmt: skip
         if HAS_GATE:
             tl.store(d_gate_k_ptr + q_head * TK + keys, col_sum, mask=keys < TK)
     store_tile(
@@ -270,7 +264,8 @@ def rectangle_backward(
     TK, H, DV = v.shape[1:]
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     width = padded(max(D, DV))
-    query_tile, key_tile = config.query_tiles(q.dtype, width), config.key_tiles(q.dtype, width)
+    query_tile = config.query_tiles(q.dtype, width)
+    key_tile = config.key_tiles(q.dtype, width)
     rows = query_tile.rows
     d_gate_q = d_gate_k = None
     bias = lse * -LOG2_E

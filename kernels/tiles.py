@@ -54,8 +54,11 @@ def moved_rows(seq_len: int, piece: bool) -> int:
 
 
 def product_levels(seq_len: int, piece: bool) -> range:
-    """Levels whose products are made: those that move tiles, and that of the whole piece."""
-    return range(num_levels(seq_len) + (1 if piece else -1))
+    """Levels whose products are made: those that move tiles; of a piece, up to the product of all.
+
+    A piece of one chunk has a level too, in which a sibling is missing.
+    """
+    return range(max(num_levels(seq_len), 1) + 1) if piece else moving_levels(seq_len, piece)
 
 
 def level_blocks(seq_len: int, level: int, piece: bool) -> int:
@@ -72,7 +75,7 @@ def stored_blocks(seq_len: int, level: int) -> int:
 
 def total_blocks(seq_len: int) -> int:
     """Stored products of one head; the last pair holds that of the whole piece."""
-    return sum(stored_blocks(seq_len, level) for level in range(num_levels(seq_len) + 1))
+    return sum(stored_blocks(seq_len, level) for level in product_levels(seq_len, True))
 
 
 @triton.jit
@@ -177,8 +180,9 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def as_product(x):
-    """fp32 x as the result of a product. A loaded tile that is carried through a loop of products
-    would be carried in every layout that it is used in: twice the registers spill at D = 128.
+    """fp32 x as the result of a product, to start a loop of products from. A loaded tile would be
+    carried through the loop in every layout that it is used in, and from zeros ptxas makes products
+    wait for each other.
     """
     left = tl.zeros([x.shape[0], 16], tl.float16)
     return tl.dot(left, tl.zeros([16, x.shape[1]], tl.float16), x)
