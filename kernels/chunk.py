@@ -12,7 +12,7 @@ With W [C, D] the chunk's unit vectors, B = diag(beta), S = strict upper triangl
 import triton
 import triton.language as tl
 
-from .tiles import RUNTIME, dot, load_square, load_tile, split
+from .tiles import RUNTIME, dot, load_square, load_tile, peel, split
 
 
 @triton.jit
@@ -22,10 +22,10 @@ def exact_dot(a, b, PRECISION: tl.constexpr):
     """
     if PRECISION != "bf16x6":
         return tl.dot(a, b, input_precision=PRECISION)
-    a_high = a.to(tl.bfloat16)
-    a_mid, a_low = split(a - a_high.to(tl.float32), tl.bfloat16)
-    b_high = b.to(tl.bfloat16)
-    b_mid, b_low = split(b - b_high.to(tl.float32), tl.bfloat16)
+    a_high, a_rest = peel(a, tl.bfloat16)
+    a_mid, a_low = split(a_rest, tl.bfloat16)
+    b_high, b_rest = peel(b, tl.bfloat16)
+    b_mid, b_low = split(b_rest, tl.bfloat16)
     acc = tl.dot(a_high, b_low, tl.dot(a_low, b_high, tl.dot(a_mid, b_mid)))
     return tl.dot(a_high, b_high, tl.dot(a_high, b_mid, tl.dot(a_mid, b_high, acc)))
 

@@ -141,15 +141,57 @@ def load_square(ptr, index, SIZE: tl.constexpr):
     return tl.load(tile_pointers(ptr, index * SIZE, SIZE, SIZE, SIZE))
 
 
-@triton.jit
-def split(x, dtype: tl.constexpr):
-    """fp32 x as high + low of a 16-bit type.
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
-    By conversions, never by masking bits: ptxas 12.8 takes `accumulator & mask` for zero where a
+PEEL_BFLOAT16 = tl.constexpr(
+    """
+    cvt.rn.bf16x2.f32 $0, $4, $3;
+    shl.b32 $1, $0, 16;
+    and.b32 $2, $0, 0xffff0000;
+    sub.f32 $1, $3, $1;
+    sub.f32 $2, $4, $2;
+    """
+)
+PEEL_FLOAT16 = tl.constexpr(
+    """{
+    .reg .b16 c<2>;
+    cvt.rn.f16x2.f32 $0, $4, $3;
+    mov.b32 {c0, c1}, $0;
+    cvt.f32.f16 $1, c0;
+    cvt.f32.f16 $2, c1;
+    sub.f32 $1, $3, $1;
+    sub.f32 $2, $4, $2;
+    }"""
+)
+OPERANDS = tl.constexpr("=&r,=&r,=&r,r,r")
+
+
+@triton.jit
+def peel(x, dtype: tl.constexpr):
+    """fp32 x as high, of a 16-bit type, and what is left, in fp32.
+
+    Two values at a time: ptxas converts single ones, where high is used twice, at an eighth of the
+    speed. Never by masking the bits of x: ptxas 12.8 takes `accumulator & mask` for zero where a
     loop of wgmma starts from zero, and all products with high are lost.
     """
-    high = x.to(dtype)
-    return high, (x - high.to(tl.float32)).to(dtype)
+    if INTERPRET:
+        high = x.to(dtype)
+        return high, x - high.to(tl.float32)
+    elif dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            PEEL_BFLOAT16, OPERANDS, [x], (tl.bfloat16, tl.float32), is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            PEEL_FLOAT16, OPERANDS, [x], (tl.float16, tl.float32), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def split(x, dtype: tl.constexpr):
+    """fp32 x as high + low of a 16-bit type."""
+    high, rest = peel(x, dtype)
+    return high, rest.to(dtype)
 
 
 @triton.jit
