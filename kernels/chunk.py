@@ -31,36 +31,51 @@ def exact_dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def merge_blocks(inverse, n, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + n)^-1 on diagonal blocks of 2 BLOCK from that of BLOCK, for n strictly upper [..., SIZE,
-    SIZE].
+def merge_blocks(n_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + n)^-1 on diagonal blocks of 2 BLOCK from that of BLOCK, in place.
 
     The corner of the inverse of [[a, e], [0, d]] is -a^-1 e d^-1: substitution with blocks.
     """
-    block = tl.arange(0, SIZE) // BLOCK
-    corner = (block[:, None] + 1 == block[None, :]) & (block[:, None] % 2 == 0)
-    if len(n.shape) == 3:
-        corner = corner[None, :, :]
-    edge = exact_dot(tl.where(corner, n, 0.0), inverse, PRECISION)
-    return inverse - exact_dot(inverse, edge, PRECISION)
+    PAIRS: tl.constexpr = CHUNK // (2 * BLOCK)
+    offs = tl.arange(0, BLOCK)
+    a_ptr = n_ptr + offs[:, None] * CHUNK + offs[None, :]
+    if PAIRS > 1:
+        a_ptr = a_ptr[None, :, :] + tl.arange(0, PAIRS)[:, None, None] * (2 * BLOCK * (CHUNK + 1))
+    e_ptr = a_ptr + BLOCK
+    edge = exact_dot(tl.load(e_ptr), tl.load(e_ptr + BLOCK * CHUNK), PRECISION)
+    corner = exact_dot(tl.load(a_ptr), edge, PRECISION)
+    tl.debug_barrier()
+    tl.store(e_ptr, -corner)
+    tl.debug_barrier()
 
 
 @triton.jit
-def invert_diagonal(inverse_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """(I + n)^-1 of the diagonal blocks of n [C, C], fp32, in place."""
-    PARTS: tl.constexpr = CHUNK // BLOCK
-    offs = tl.arange(0, BLOCK)
-    rows = tl.arange(0, PARTS)[:, None] * BLOCK + offs[None, :]
-    blocks = inverse_ptr + rows[:, :, None] * CHUNK + rows[:, None, :]
-    n = tl.load(blocks)
-    # blocks of two are inverted by a sign
-    pair = (offs[:, None] % 2 == 0) & (offs[:, None] + 1 == offs[None, :])
-    one = tl.where(offs[:, None] == offs[None, :], 1.0, 0.0)
-    inverse = one[None, :, :] - tl.where(pair[None, :, :], n, 0.0)
-    inverse = merge_blocks(inverse, n, BLOCK, 2, "ieee")
-    inverse = merge_blocks(inverse, n, BLOCK, 4, "ieee")
-    inverse = merge_blocks(inverse, n, BLOCK, 8, "ieee")
-    tl.store(blocks, inverse)
+def load_four(ptr):
+    """The values at ptr [N] and at the three addresses after it."""
+    four = tl.load(ptr[:, None] + tl.arange(0, 4)[None, :])
+    even, odd = tl.split(tl.reshape(four, [ptr.shape[0], 2, 2]))
+    return tl.split(even) + tl.split(odd)
+
+
+@triton.jit
+def invert_diagonal(n_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """(I + n)^-1 of the diagonal blocks of n [C, C], fp32, in place: a thread substitutes back in
+    one column x of the inverse, x_i = [i is the column's row] - sum of n_ij x_j over j > i.
+    """
+    column = tl.arange(0, 2 * CHUNK) % CHUNK
+    block_ptr = n_ptr + column // BLOCK * (BLOCK * (CHUNK + 1))
+    x = ()  # the last row first
+    for i in tl.static_range(BLOCK - 1, -1, -1):
+        x_i = tl.where(column % BLOCK == i, 1.0, 0.0)
+        for four in tl.static_range(BLOCK // 4 - 1, i // 4 - 1, -1):
+            n = load_four(block_ptr + (i * CHUNK + four * 4))
+            for j in tl.static_range(3, -1, -1):
+                if four * 4 + j > i:
+                    x_i -= n[j // 2 + j % 2 * 2] * x[BLOCK - 1 - four * 4 - j]
+        x = x + (x_i,)
+    tl.debug_barrier()
+    for i in tl.static_range(BLOCK):
+        tl.store(block_ptr + i * CHUNK + column % BLOCK, x[BLOCK - 1 - i])
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -68,7 +83,7 @@ def chunk_kernel(
     w_ptr, beta_ptr, inverse_ptr, product_ptr, stride_wb, stride_wt, stride_wh, stride_bb,
     stride_bt, stride_bh, T, H, num_chunks, num_blocks, total_blocks, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
-    COLS: tl.constexpr,
+    COLS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """M^-1 [C, C] of every chunk by blocked substitution, fp32, and P of the first num_blocks."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -85,15 +100,15 @@ def chunk_kernel(
     n = beta[:, None] * dot(w, tl.trans(w), PRECISION)
     n = tl.where(offs[:, None] < offs[None, :], n, 0.0)
     square = inverse_ptr + offs[:, None] * CHUNK + offs[None, :]
-    # through memory: cutting the blocks out of a tile in registers costs 200 of them
+    # through memory: cutting blocks out of a tile in registers costs 200 of them
     tl.store(square, n)
     tl.debug_barrier()
-    invert_diagonal(inverse_ptr, CHUNK, 16)
+    invert_diagonal(inverse_ptr, CHUNK, BLOCK)
     tl.debug_barrier()
-    inverse = tl.load(square, mask=offs[:, None] // 16 == offs[None, :] // 16, other=0.0)
-    inverse = merge_blocks(inverse, n, CHUNK, 16, SOLVE)
-    inverse = merge_blocks(inverse, n, CHUNK, 32, SOLVE)
-    tl.store(square, inverse)
+    if BLOCK == 16:
+        merge_blocks(inverse_ptr, CHUNK, 16, SOLVE)
+    merge_blocks(inverse_ptr, CHUNK, 32, SOLVE)
+    inverse = tl.load(square)
     if chunk < num_blocks:
         x = inverse * beta[None, :]
         offs_d = tl.arange(0, BLOCK_D)

@@ -83,6 +83,8 @@ SOLVE = "tf32x3" if triton.knobs.runtime.interpret else "bf16x6"
 (0.17 ms against 0.21 at D = 128, 2 x 8192 x 16 heads); the interpreter knows only tf32x3.
 """
 
+BLOCK = 16
+
 CHAIN_REGISTERS: int | None = 168
 """Of kernels that are chains of dependent products of 16-bit terms: three programs an SM. fp32
 products would spill.

@@ -160,6 +160,7 @@ def _make_products(x: Inputs, frames: Frames) -> None:
         total_blocks=tiles.total_blocks(T),
         SOLVE=config.SOLVE,
         COLS=min(width, 64),
+        BLOCK=config.BLOCK,
         **config.chain_options(x.q.dtype),
     )
     child = base = 0
