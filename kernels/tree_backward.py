@@ -21,7 +21,7 @@ import triton.language as tl
 from .chunk import load_factors
 from .chunk_backward import add_dot, load_slab, store_matrix, store_slab
 from .sweep import key_moves, query_moves
-from .tiles import RUNTIME, as_type, dot, load_tile, tile_pointers
+from .tiles import RUNTIME, as_type, dot, load_tile, move, move_columns, tile_pointers
 
 
 @triton.jit
@@ -68,21 +68,21 @@ def moved_outer(
 
 @triton.jit
 def add_parent(
-    acc, parent_ptr, product_ptr, block, r0, c0, TYPE: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PRECISION: tl.constexpr,
+    acc, parent_ptr, product_ptr, block, r0, c0, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc + ROWS x COLS of what comes back from the parent's dP (fp32); product_ptr is the block's
-    own. Rounding P to the inputs' TYPE costs nothing here, rounding dP would.
+    own.
     """
     SIZE: tl.constexpr = BLOCK_D * BLOCK_D
     if block % 2 == 0:
         rows = tl.load(tile_pointers(parent_ptr, r0, BLOCK_D, ROWS, BLOCK_D))
         right = tl.load(tile_pointers(product_ptr + SIZE, c0, BLOCK_D, COLS, BLOCK_D))
-        acc += dot(rows, tl.trans(as_type(right, TYPE)), PRECISION)
+        acc += move(rows, right, True, PRECISION)
     else:
         left = tl.load(tile_pointers(product_ptr - SIZE + r0, 0, BLOCK_D, BLOCK_D, ROWS))
         columns = tl.load(tile_pointers(parent_ptr + c0, 0, BLOCK_D, BLOCK_D, COLS))
-        acc += dot(tl.trans(as_type(left, TYPE)), columns, PRECISION)
+        acc += move_columns(left, columns, PRECISION)
     return acc
 
 
@@ -137,7 +137,7 @@ def tree_backward_kernel(
         acc = add_parent(
             acc, parent_ptr + (head * num_parents + block // 2) * SIZE,
             product_ptr + (head * total_blocks + block_base + block) * SIZE,
-            block, r0, c0, q_levels_ptr.dtype.element_ty, BLOCK_D, TILE, TILE, PRECISION,
+            block, r0, c0, BLOCK_D, TILE, TILE, PRECISION,
         )  # fmt: skip
     gradient_ptr += (head * num_blocks + block) * SIZE
     pointers = tile_pointers(gradient_ptr + c0, r0, BLOCK_D, TILE, TILE)
