@@ -83,7 +83,10 @@ SOLVE = "tf32x3" if triton.knobs.runtime.interpret else "bf16x6"
 (0.17 ms against 0.21 at D = 128, 2 x 8192 x 16 heads); the interpreter knows only tf32x3.
 """
 
+CHAIN_WARPS = 4
+CB = (4, None)
 BLOCK = 16
+CPB = (8, None)
 
 CHAIN_REGISTERS: int | None = 168
 """Of kernels that are chains of dependent products of 16-bit terms: three programs an SM. fp32
@@ -93,7 +96,7 @@ products would spill.
 
 def chain_options(dtype: torch.dtype) -> dict[str, int | None]:
     """Warps and registers of the chunk transform and the sweeps."""
-    return {"num_warps": 4, "maxnreg": None if dtype == torch.float32 else CHAIN_REGISTERS}
+    return {"num_warps": CHAIN_WARPS, "maxnreg": None if dtype == torch.float32 else CHAIN_REGISTERS}
 
 
 def contract_columns(dtype: torch.dtype, width: int) -> int:

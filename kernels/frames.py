@@ -204,9 +204,10 @@ def _moved_arguments(x: Inputs, frames: Frames, grads: FrameGradients) -> dict[s
 
 def _products_backward(
     x: Inputs, frames: Frames, grads: FrameGradients, d_product: Tensor | None
-) -> tuple[Tensor, int]:
-    """Gradients [B * H, count, BLOCK_D, BLOCK_D] of the products of level 1 in fp32, and their
-    count; level by level from the top, where that of a piece comes in.
+) -> tuple[Tensor, Tensor, int]:
+    """Gradients [B * H, count, BLOCK_D, BLOCK_D] of the products of level 1 in fp32, the largest
+    entry of each in parts of 64 x 64, and their count; level by level from the top, where that of a
+    piece comes in.
     """
     B, T, H, D = x.k.shape
     width, levels = x.width, tiles.moving_levels(T, x.piece)
@@ -214,12 +215,15 @@ def _products_backward(
     block_base = sum(tiles.stored_blocks(T, level) for level in levels)
     tokens = max(CHUNK, config.PRODUCT_ROWS // x.group)
     moved = _moved_arguments(x, frames, grads)
-    gradient, count = frames.inverse, 0  # of the level above; none at the top
+    parts = (width // 64) ** 2
+    gradient = size = frames.inverse  # of the level above; none at the top
+    count = 0
     if d_product is not None:
         gradient, count = frames.inverse.new_zeros(B, H, width, width), 1
         gradient[..., :D, :D] = d_product
+        size = gradient.abs().amax((2, 3)).clamp(min=1e-30).repeat_interleave(parts)
     for level in reversed(levels[1:]):
-        parent, parents = gradient, count
+        parent, parent_size, parents = gradient, size, count
         count = tiles.level_blocks(T, level, x.piece)
         block_base -= tiles.stored_blocks(T, level)
         row_base -= tiles.level_rows(T, level)
@@ -250,18 +254,21 @@ def _products_backward(
             )
             side, warps = config.product_tiles(width, count * B * H)
         gradient = torch.empty(B * H, count, width, width, dtype=torch.float32, device=x.q.device)
+        size = gradient.new_empty(B * H, count, parts)
         tree_backward_kernel[(count, B * H, (width // side) ** 2)](
             **{**shared, "TILE": side, "num_warps": warps},
             product_ptr=frames.products,
             partial_ptr=partial,
             parent_ptr=parent,
+            parent_size_ptr=parent_size,
             gradient_ptr=gradient,
+            size_ptr=size,
             block_base=block_base,
             num_parents=parents,
             total_blocks=tiles.total_blocks(T),
             PARTIAL=splits > 1,
         )
-    return gradient, count
+    return gradient, size, count
 
 
 def frames_backward(
@@ -283,18 +290,21 @@ def frames_backward(
     has_product = len(tiles.product_levels(T, x.piece)) > 0
     if has_product:
         dx = torch.empty_like(frames.inverse)
-        parents, count = _products_backward(x, frames, grads, d_product)
+        parent, size, count = _products_backward(x, frames, grads, d_product)
         chunk_product_backward_kernel[(chunks, B * H)](
             **factors,
             **_moved_arguments(x, frames, grads),
             product_ptr=frames.products,
-            parent_ptr=parents,
+            parent_ptr=parent,
+            size_ptr=size,
             dx_ptr=dx,
             dw_ptr=dw,
             **strides(("dw", dw)),
             num_parents=count,
             total_blocks=tiles.total_blocks(T),
-            num_warps=4,
+            num_warps=config.CPB[0] if x.width > 64 else 4,
+            num_stages=1,
+            maxnreg=config.CPB[1] if x.width > 64 else None,
         )
     if x.group > 1:
         scratch = torch.empty(
@@ -317,5 +327,6 @@ def frames_backward(
         GROUP=x.group,
         HAS_PRODUCT=has_product,
         WIDE=config.contract_columns(x.q.dtype, x.width),
-        num_warps=4,
+        num_warps=config.CB[0],
+        maxnreg=config.CB[1],
     )

@@ -240,19 +240,6 @@ def turned(x, TRANSPOSE: tl.constexpr):
 
 
 @triton.jit
-def as_type(product, dtype: tl.constexpr):
-    """A stored product beside an operand of type `dtype`."""
-    return product.to(dtype)
-
-
-@triton.jit
-def scaled(x, AXIS: tl.constexpr):
-    """fp32 x in fp16, relative to the largest entry along AXIS, and these [.., 1, ..]."""
-    size = tl.expand_dims(tl.maximum(tl.max(tl.abs(x), AXIS), 1e-30), AXIS)
-    return (x * (1.0 / size)).to(tl.float16), size
-
-
-@triton.jit
 def move(t, product, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     """Rows t in fp32 moved by a stored D x D product: t P, or t P^T if TRANSPOSED.
 
@@ -263,15 +250,5 @@ def move(t, product, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     if product.dtype == tl.float32:
         return dot(t, turned(product, TRANSPOSED), PRECISION)
     else:
-        rows, size = scaled(t, 1)
-        return tl.dot(rows, turned(product, TRANSPOSED)) * size
-
-
-@triton.jit
-def move_columns(product, t, PRECISION: tl.constexpr):
-    """Columns t in fp32 moved by the transposed product: P^T t."""
-    if product.dtype == tl.float32:
-        return dot(tl.trans(product), t, PRECISION)
-    else:
-        columns, size = scaled(t, 0)
-        return tl.dot(tl.trans(product), columns) * size
+        size = tl.maximum(tl.max(tl.abs(t), 1), 1e-30)[:, None]
+        return tl.dot((t * (1.0 / size)).to(tl.float16), turned(product, TRANSPOSED)) * size

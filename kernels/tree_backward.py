@@ -12,16 +12,16 @@ At level 0 P = I - W^T X W (chunk.py), and only U = W dP and V = W dP^T are want
 
     dX = -U W^T + ...       dW = -X V - X^T U + ...         (the rest: chunk_backward.py)
 
-dP itself is not made there: W meets the left factor of each of its terms first.
+dP itself stays in registers there.
 """
 
 import triton
 import triton.language as tl
 
 from .chunk import load_factors
-from .chunk_backward import add_dot, load_slab, store_matrix, store_slab
+from .chunk_backward import add_dot, store_matrix
 from .sweep import key_moves, query_moves
-from .tiles import RUNTIME, as_type, dot, load_tile, move, move_columns, tile_pointers
+from .tiles import RUNTIME, dot, load_tile, store_tile, tile_pointers
 
 
 @triton.jit
@@ -68,22 +68,30 @@ def moved_outer(
 
 @triton.jit
 def add_parent(
-    acc, parent_ptr, product_ptr, block, r0, c0, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, PRECISION: tl.constexpr,
+    acc, parent_ptr, size_ptr, product_ptr, block, r0, c0, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + ROWS x COLS of what comes back from the parent's dP (fp32); product_ptr is the block's
-    own.
+    """acc + ROWS x COLS of what comes back from the parent's dP (fp32, entries up to those at
+    size_ptr); product_ptr is the block's own.
     """
     SIZE: tl.constexpr = BLOCK_D * BLOCK_D
-    if block % 2 == 0:
-        rows = tl.load(tile_pointers(parent_ptr, r0, BLOCK_D, ROWS, BLOCK_D))
-        right = tl.load(tile_pointers(product_ptr + SIZE, c0, BLOCK_D, COLS, BLOCK_D))
-        acc += move(rows, right, True, PRECISION)
-    else:
-        left = tl.load(tile_pointers(product_ptr - SIZE + r0, 0, BLOCK_D, BLOCK_D, ROWS))
-        columns = tl.load(tile_pointers(parent_ptr + c0, 0, BLOCK_D, BLOCK_D, COLS))
-        acc += move_columns(left, columns, PRECISION)
-    return acc
+    SLAB: tl.constexpr = min(64, BLOCK_D)
+    TYPE: tl.constexpr = product_ptr.dtype.element_ty
+    MOVE: tl.constexpr = "fp16x3" if TYPE == tl.float16 else PRECISION
+    size = tl.max(tl.load(size_ptr + tl.arange(0, SIZE // (SLAB * SLAB))))
+    acc *= 1.0 / size
+    for k in tl.range(0, BLOCK_D, SLAB, num_stages=1):
+        if block % 2 == 0:
+            rows = tl.load(tile_pointers(parent_ptr + k, r0, BLOCK_D, ROWS, SLAB))
+            right = tl.load(tile_pointers(product_ptr + SIZE + k, c0, BLOCK_D, COLS, SLAB))
+            rows = (rows * (1.0 / size)).to(TYPE)
+            acc = add_dot(acc, rows, right, MOVE, TRANS_B=True)
+        else:
+            left = tl.load(tile_pointers(product_ptr - SIZE + r0, k, BLOCK_D, SLAB, ROWS))
+            columns = tl.load(tile_pointers(parent_ptr + c0, k, BLOCK_D, SLAB, COLS))
+            columns = (columns * (1.0 / size)).to(TYPE)
+            acc = add_dot(acc, left, columns, MOVE, TRANS_A=True)
+    return acc * size
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -111,10 +119,10 @@ def product_gradient_kernel(
 @triton.jit(do_not_specialize=RUNTIME)
 def tree_backward_kernel(
     q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, product_ptr,
-    partial_ptr, parent_ptr, gradient_ptr, T, H, level, row_base, total_rows, moved_rows,
-    block_base, num_blocks, num_splits, num_parents, total_blocks, GROUP: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
-    HAS_DOC: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
+    partial_ptr, parent_ptr, parent_size_ptr, gradient_ptr, size_ptr, T, H, level, row_base,
+    total_rows, moved_rows, block_base, num_blocks, num_splits, num_parents, total_blocks,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    PARTIAL: tl.constexpr, HAS_DOC: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """TILE x TILE of one level's dP: from what P moved, and from the product of its parent."""
     block, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -133,135 +141,65 @@ def tree_backward_kernel(
             row_base, total_rows, moved_rows, block, head, 0, half, r0, c0, GROUP, BLOCK_D, CHUNK,
             TILE, TILE, HAS_DOC, PIECE, PRECISION,
         )  # fmt: skip
+    PARTS: tl.constexpr = SIZE // min(64, BLOCK_D) ** 2
     if block // 2 < num_parents:
+        parent = head * num_parents + block // 2
         acc = add_parent(
-            acc, parent_ptr + (head * num_parents + block // 2) * SIZE,
-            product_ptr + (head * total_blocks + block_base + block) * SIZE,
-            block, r0, c0, BLOCK_D, TILE, TILE, PRECISION,
+            acc, parent_ptr + parent * SIZE, parent_size_ptr + parent * PARTS,
+            product_ptr + (head * total_blocks + block_base + block) * SIZE, block, r0, c0, BLOCK_D,
+            TILE, TILE, PRECISION,
         )  # fmt: skip
     gradient_ptr += (head * num_blocks + block) * SIZE
     pointers = tile_pointers(gradient_ptr + c0, r0, BLOCK_D, TILE, TILE)
     tl.store(pointers, acc)
-
-
-@triton.jit
-def load_side(
-    ptr, offset, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_D: tl.constexpr, TYPE: tl.constexpr
-):
-    """ROWS x COLS of a D x D matrix from `offset` elements on: fp32 of a dP, TYPE of a P."""
-    tile = tl.load(tile_pointers(ptr + offset, 0, BLOCK_D, ROWS, COLS))
-    return as_type(tile, TYPE) if tile.dtype == tl.float16 else tile
-
-
-@triton.jit
-def add_through(
-    neg_dx, w, x, w_ptr, dw_ptr, stride_wt, stride_dwt, T, first, a_ptr, c_ptr, stride_a, stride_c,
-    row, stop, left_ptr, right_ptr, has_parent, GROUP: tl.constexpr, TURN_LEFT: tl.constexpr,
-    TURN_RIGHT: tl.constexpr, SECOND: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What goes through U = (W a^T) c + (W L) R, with a and c of every head of the group: neg_dx +
-    U W^T, and -X^T U into dw. SECOND: it is V, which adds -X V to dw. L and R are D x D matrices,
-    stored as they are or turned.
-    """
-    SLAB: tl.constexpr = min(64, BLOCK_D)
-    moved = tl.zeros([CHUNK, BLOCK_D], tl.float32)
-    if has_parent:
-        for k in tl.range(0, BLOCK_D, SLAB, num_stages=1):
-            w_slab = load_slab(w_ptr, first, stride_wt, T, k, CHUNK, SLAB, HEAD_DIM)
-            if TURN_LEFT:
-                left = load_side(left_ptr, k, BLOCK_D, SLAB, BLOCK_D, w.dtype)
-            else:
-                left = load_side(left_ptr, k * BLOCK_D, SLAB, BLOCK_D, BLOCK_D, w.dtype)
-            moved = add_dot(moved, w_slab, left, PRECISION, TRANS_B=TURN_LEFT)
-    for column in tl.range(0, BLOCK_D, SLAB, num_stages=1):
-        u = tl.zeros([CHUNK, SLAB], tl.float32)
-        for g in tl.range(GROUP, num_stages=1):
-            a = load_tile(a_ptr + g * stride_a, row, BLOCK_D, row + stop, CHUNK, BLOCK_D, BLOCK_D)
-            c = load_slab(
-                c_ptr + g * stride_c, row, BLOCK_D, row + stop, column, CHUNK, SLAB, BLOCK_D
-            )
-            u = add_dot(u, dot(w, tl.trans(a), PRECISION), c, PRECISION)
-        if has_parent:
-            if TURN_RIGHT:
-                right = load_side(right_ptr, column * BLOCK_D, SLAB, BLOCK_D, BLOCK_D, w.dtype)
-            else:
-                right = load_side(right_ptr, column, BLOCK_D, SLAB, BLOCK_D, w.dtype)
-            u = add_dot(u, moved, right, PRECISION, TRANS_B=TURN_RIGHT)
-        dw = tl.zeros([CHUNK, SLAB], tl.float32)
-        if SECOND:
-            dw += load_slab(dw_ptr, first, stride_dwt, T, column, CHUNK, SLAB, HEAD_DIM).to(
-                tl.float32
-            )
-            dw -= dot(x, u, PRECISION)
-        else:
-            w_slab = load_slab(w_ptr, first, stride_wt, T, column, CHUNK, SLAB, HEAD_DIM)
-            neg_dx = add_dot(neg_dx, u, w_slab, PRECISION, TRANS_B=True)
-            dw -= dot(tl.trans(x), u, PRECISION)
-        store_slab(dw_ptr, first, stride_dwt, T, column, dw, CHUNK, SLAB, HEAD_DIM)
-    return neg_dx
+    OWN: tl.constexpr = PARTS * TILE * TILE // SIZE
+    parts = (head * num_blocks + block) * PARTS + tile * OWN + tl.arange(0, OWN)
+    tl.store(size_ptr + parts, tl.maximum(tl.max(tl.abs(acc)), 1e-30))
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def chunk_product_backward_kernel(
     w_ptr, beta_ptr, inverse_ptr, q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr,
-    end_ptr, product_ptr, parent_ptr, dx_ptr, dw_ptr, stride_wb, stride_wt, stride_wh, stride_bb,
-    stride_bt, stride_bh, stride_dwb, stride_dwt, stride_dwh, T, H, num_chunks, num_parents,
-    total_rows, moved_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    end_ptr, product_ptr, parent_ptr, size_ptr, dx_ptr, dw_ptr, stride_wb, stride_wt, stride_wh,
+    stride_bb, stride_bt, stride_bh, stride_dwb, stride_dwt, stride_dwh, T, H, num_chunks,
+    num_parents, total_rows, moved_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The parts of -dX (fp32) and dW that come through the chunk's product P."""
+    """The parts of -dX (fp32) and dW that come through the chunk's product P. Where products are
+    stored in fp16 dP is taken to 11 bits, as they are; W, of entries up to 1, is exact in fp16.
+    """
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     head = head.to(tl.int64)
     SIZE: tl.constexpr = BLOCK_D * BLOCK_D
-    first, row = chunk * CHUNK, chunk // 2 * CHUNK
     w_ptr += b * stride_wb + h * stride_wh
     dw_ptr += b * stride_dwb + h * stride_dwh
-    product_ptr += (head * total_blocks + chunk) * SIZE
-    parent_ptr += (head * num_parents + chunk // 2) * SIZE
-    has_parent = chunk // 2 < num_parents
+    gradient = moved_outer(
+        q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, CHUNK, 0,
+        total_rows, moved_rows, chunk, head, 0, CHUNK, 0, 0, GROUP, BLOCK_D, CHUNK, BLOCK_D,
+        BLOCK_D, HAS_DOC, PIECE, PRECISION,
+    )  # fmt: skip
+    if chunk // 2 < num_parents:
+        parent = head * num_parents + chunk // 2
+        gradient = add_parent(
+            gradient, parent_ptr + parent * SIZE,
+            size_ptr + parent * (SIZE // min(64, BLOCK_D) ** 2),
+            product_ptr + (head * total_blocks + chunk) * SIZE, chunk, 0, 0, BLOCK_D, BLOCK_D,
+            BLOCK_D, PRECISION,
+        )  # fmt: skip
     w, x = load_factors(
         w_ptr, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr, chunk, num_chunks, head,
         stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
     )  # fmt: skip
-    neg_dx = tl.zeros([CHUNK, CHUNK], tl.float32)
-    levels, gradients = total_rows * BLOCK_D, moved_rows * BLOCK_D
-    if chunk % 2 == 0:
-        right = first + CHUNK
-        stop = tl.where(query_moves(right, CHUNK, PIECE), tl.minimum(CHUNK, T - right), 0)
-        if HAS_DOC:
-            document = tl.load(start_ptr + b * T + tl.minimum(right, T - 1))
-            stop = tl.where(right > document, stop, 0)
-        q_ptr = q_levels_ptr + head * GROUP * levels
-        dq_ptr = dq_moved_ptr + head * GROUP * gradients
-        neg_dx = add_through(
-            neg_dx, w, x, w_ptr, dw_ptr, stride_wt, stride_dwt, T, first, dq_ptr, q_ptr, gradients,
-            levels, row, stop, parent_ptr, product_ptr + SIZE, has_parent, GROUP, False, True,
-            False, HEAD_DIM, BLOCK_D, CHUNK, PRECISION,
-        )  # fmt: skip
-        tl.debug_barrier()  # dw was stored by other threads
-        add_through(
-            neg_dx, w, x, w_ptr, dw_ptr, stride_wt, stride_dwt, T, first, q_ptr, dq_ptr, levels,
-            gradients, row, stop, product_ptr + SIZE, parent_ptr, has_parent, GROUP, False, True,
-            True, HEAD_DIM, BLOCK_D, CHUNK, PRECISION,
-        )  # fmt: skip
-    else:
-        stop = tl.where(key_moves(first, CHUNK, T, PIECE), CHUNK, 0)
-        if HAS_DOC:
-            stop = tl.where(first < tl.load(end_ptr + b * T + first - 1), stop, 0)
-        k_ptr = k_levels_ptr + head * levels
-        dk_ptr = dk_moved_ptr + head * gradients
-        neg_dx = add_through(
-            neg_dx, w, x, w_ptr, dw_ptr, stride_wt, stride_dwt, T, first, k_ptr, dk_ptr, levels,
-            gradients, row, stop, product_ptr - SIZE, parent_ptr, has_parent, 1, True, False,
-            False, HEAD_DIM, BLOCK_D, CHUNK, PRECISION,
-        )  # fmt: skip
-        tl.debug_barrier()
-        add_through(
-            neg_dx, w, x, w_ptr, dw_ptr, stride_wt, stride_dwt, T, first, dk_ptr, k_ptr, gradients,
-            levels, row, stop, parent_ptr, product_ptr - SIZE, has_parent, 1, True, False, True,
-            HEAD_DIM, BLOCK_D, CHUNK, PRECISION,
-        )  # fmt: skip
-    store_matrix(dx_ptr, head * num_chunks + chunk, neg_dx, CHUNK)
+    TYPE: tl.constexpr = product_ptr.dtype.element_ty
+    MOVE: tl.constexpr = "fp16x3" if TYPE == tl.float16 else PRECISION
+    size = tl.maximum(tl.max(tl.abs(gradient)), 1e-30)
+    gradient = (gradient * (1.0 / size)).to(TYPE)
+    zero = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+    v = dot(w.to(TYPE), tl.trans(gradient), MOVE) * size
+    neg_dw = add_dot(zero, x, v, PRECISION)
+    u = dot(w.to(TYPE), gradient, MOVE) * size
+    store_matrix(dx_ptr, head * num_chunks + chunk, dot(u, tl.trans(w), PRECISION), CHUNK)
+    neg_dw = add_dot(neg_dw, x, u, PRECISION, TRANS_A=True)
+    store_tile(dw_ptr, chunk * CHUNK, stride_dwt, T, -neg_dw, CHUNK, BLOCK_D, HEAD_DIM)
