@@ -12,6 +12,7 @@ from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, row_
 from .attention_forward import attention_forward_kernel
 from .frames import Ends, FrameGradients, Frames, frames_backward, make_frames
 from .inputs import LOG2_E, Inputs, dense, groups, strides
+from .tiles import CHUNK
 
 
 def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
@@ -122,6 +123,9 @@ def backward(
 ) -> None:
     """Writes `grads`, from d(out) and from the gradients of the ends of a piece."""
     d_out, out, lse = dense(d_out.to(inputs.q.dtype)), dense(out), lse.contiguous()
+    if inputs.w is not None and d_out.shape[1] % CHUNK:
+        # whole tiles of it pass the keys; rows past the end have probability zero
+        d_out = torch.nn.functional.pad(d_out, (0, 0, 0, 0, 0, -d_out.shape[1] % CHUNK))
     for group in groups(inputs, backward=True):
         batch, _, queries = group
         _backward_group(

@@ -105,13 +105,13 @@ def query_gradient(
 def attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
     start_ptr, rows_ptr, d_out_ptr, incoming_ptr, dq_ptr, dq_moved_ptr, d_local_ptr, row_sum_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt,
-    stride_vh, stride_gb, stride_gt, stride_gh, stride_eb, stride_et, stride_eh, stride_dqb,
-    stride_dqt, stride_dqh, T, HQ, num_chunks, num_levels, total_rows, moved_rows, total_blocks,
-    scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
-    MOVE: tl.constexpr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
+    stride_vt: tl.constexpr, stride_vh, stride_gb, stride_gt, stride_gh, stride_eb, stride_et,
+    stride_eh, stride_dqb, stride_dqt, stride_dqh, T, HQ, num_chunks, num_levels, total_rows,
+    moved_rows, total_blocks, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr, MOVE: tl.constexpr,
 ):  # fmt: skip
     """Pass of one query tile. dq is that of q_start with reflections, of q without. `incoming` is
     the gradient of the queries at the start of the piece.
@@ -272,9 +272,9 @@ def attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
     start_ptr, end_ptr, rows_ptr, d_out_ptr, incoming_ptr, dk_ptr, dv_ptr, dk_moved_ptr,
     col_sum_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
-    stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_eb, stride_et, stride_eh,
-    stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt, stride_dvh, T, HQ, num_chunks,
-    num_levels, total_rows, moved_rows, total_blocks, scale, GROUP: tl.constexpr,
+    stride_vt, stride_vh, stride_gb, stride_gt: tl.constexpr, stride_gh, stride_eb, stride_et,
+    stride_eh, stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt, stride_dvh, T, HQ,
+    num_chunks, num_levels, total_rows, moved_rows, total_blocks, scale, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr,
     HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, MOVE: tl.constexpr,
@@ -389,17 +389,13 @@ def attention_dkdv_kernel(
                     if HAS_GATE:
                         gate_k = tl.load(gate_ptr + g * T + keys)
                     hi = tl.minimum(right + half, reach)
-                    middle = tl.maximum(right, tl.minimum(hi, T // BLOCK_M * BLOCK_M))
-                    for whole in tl.static_range(2):
-                        dk, dv, col_sum = key_pass(
-                            dk, dv, col_sum, k_here, v, q_levels_ptr + (g * total_rows + shift) *
-                            BLOCK_D, d_out_ptr + g * stride_gh, rows_ptr + g * num_chunks * CHUNK
-                            * 2,
-                            offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt,
-                            right if whole == 0 else middle, middle if whole == 0 else hi, T, keys,
-                            gate_k, gate_ref, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
-                            BLOCK_M, whole == 0, False, HAS_GATE, HAS_DOC, PRECISION,
-                        )  # fmt: skip
+                    dk, dv, col_sum = key_pass(
+                        dk, dv, col_sum, k_here, v, q_levels_ptr + (g * total_rows + shift) *
+                        BLOCK_D, d_out_ptr + g * stride_gh, rows_ptr + g * num_chunks * CHUNK * 2,
+                        offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt, right, hi, T, keys,
+                        gate_k, gate_ref, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
+                        BLOCK_M, True, False, HAS_GATE, HAS_DOC, PRECISION,
+                    )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads
                         col_sum += tl.load(col_sum_ptr + g * T + keys)

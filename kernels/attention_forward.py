@@ -118,10 +118,11 @@ def diagonal_logits(
 def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr,
     out_ptr, lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
-    stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, T, HQ, num_chunks, num_levels,
-    total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    stride_vt: tl.constexpr, stride_vh, stride_ob, stride_ot, stride_oh, T, HQ, num_chunks,
+    num_levels, total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output and natural log-sum-exp of a chunk. `scale` and the gate are in log2 units."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK

@@ -96,7 +96,10 @@ products would spill.
 
 def chain_options(dtype: torch.dtype) -> dict[str, int | None]:
     """Warps and registers of the chunk transform and the sweeps."""
-    return {"num_warps": CHAIN_WARPS, "maxnreg": None if dtype == torch.float32 else CHAIN_REGISTERS}
+    return {
+        "num_warps": CHAIN_WARPS,
+        "maxnreg": None if dtype == torch.float32 else CHAIN_REGISTERS,
+    }
 
 
 def contract_columns(dtype: torch.dtype, width: int) -> int:
