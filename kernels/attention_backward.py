@@ -71,33 +71,49 @@ def load_rows(rows_ptr, first, ROWS: tl.constexpr):
 
 
 @triton.jit
-def query_gradient(
-    dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
-    lo, hi, gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dq (without scale) and row sums of ds over the keys lo ... hi - 1. WHOLE: no tile passes the
-    end T.
-    """
-    for start in range(lo, hi, BLOCK_N):
-        k = load_rows_before(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
-        v = load_rows_before(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if HAS_GATE:
-            between = gate_between(offset_ptr, start, gate_ref)
-            s += (bias + between)[:, None] - load_columns(gate_ptr, start, BLOCK_N)[None, :]
-        else:
-            s += bias[:, None]
+def query_step(dq, row_sum, s, dp, d_out, delta, k, v, start, first_key, T, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STYLE: tl.constexpr):
         p = tl.math.exp2(s)
         if HAS_DOC:
             p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], p, 0.0)
         if not WHOLE:
             p = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], p, 0.0)
-        ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        if STYLE != 2:
+            dp = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
         if HAS_GATE:
             row_sum += tl.sum(ds, 1)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        return dq, row_sum
+
+
+@triton.jit
+def query_gradient(
+    dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
+    lo, hi, gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STYLE: tl.constexpr,
+):  # fmt: skip
+    """dq (without scale) and row sums of ds over the keys lo ... hi - 1. WHOLE: no tile passes the
+    end T.
+    """
+    for start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
+        k = load_rows_before(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
+        v = load_rows_before(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        dp = delta
+        if STYLE == 2:
+            dp = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+        if HAS_GATE:
+            between = gate_between(offset_ptr, start, gate_ref)
+            s += (bias + between)[:, None] - load_columns(gate_ptr, start, BLOCK_N)[None, :]
+        else:
+            s += bias[:, None]
+        if STYLE == 0:
+            dq, row_sum = query_step(dq, row_sum, s, dp, d_out, delta, k, v, start, first_key, T, BLOCK_N, WHOLE, HAS_GATE, HAS_DOC, PRECISION, STYLE)
+        else:
+            if start < hi:
+                dq, row_sum = query_step(dq, row_sum, s, dp, d_out, delta, k, v, start, first_key, T, BLOCK_N, WHOLE, HAS_GATE, HAS_DOC, PRECISION, STYLE)
     return dq, row_sum
 
 
@@ -111,7 +127,8 @@ def attention_dq_kernel(
     moved_rows, total_blocks, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr, MOVE: tl.constexpr,
+    PRECISION: tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr,
+    STYLE: tl.constexpr,
 ):  # fmt: skip
     """Pass of one query tile. dq is that of q_start with reflections, of q without. `incoming` is
     the gradient of the queries at the start of the piece.
@@ -194,7 +211,7 @@ def attention_dq_kernel(
                     dq, row_sum, q_here, d_out, bias, delta, k_levels_ptr + shift * BLOCK_D, v_ptr,
                     gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_ref,
                     first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
-                    True, HAS_GATE, HAS_DOC, PRECISION,
+                    True, HAS_GATE, HAS_DOC, PRECISION, STAGES, STYLE,
                 )  # fmt: skip
         dq_ptr += q_head * num_chunks * CHUNK * BLOCK_D
         store_tile(dq_ptr, m0, BLOCK_D, m0 + CHUNK, dq * scale, CHUNK, BLOCK_D, BLOCK_D)
@@ -206,7 +223,7 @@ def attention_dq_kernel(
                 dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt,
                 stride_vt, document // BLOCK_N * BLOCK_N, m0, gate_ref, first_key, T, logit_scale,
                 HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC,
-                PRECISION,
+                PRECISION, STAGES, STYLE,
             )  # fmt: skip
         dq_ptr += b * stride_dqb + hq * stride_dqh
         store_tile(dq_ptr, m0, stride_dqt, T, dq * scale, CHUNK, BLOCK_D, HEAD_DIM)
@@ -217,7 +234,7 @@ def attention_dq_kernel(
 @triton.jit
 def key_gradient(
     dk, dv, col_sum, s, v, q, d_out, delta, visible, MASKED: tl.constexpr,
-    NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
+    NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr, dp=None,
 ):  # fmt: skip
     """One tile of transposed base-2 logits s [N, M], less log-sum-exp: adds to dk (without scale),
     dv and the column sums of ds. MASKED: only `visible` pairs count.
@@ -227,7 +244,9 @@ def key_gradient(
         p = tl.where(visible, p, 0.0)
     dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
     if NEEDS_DK or HAS_GATE:
-        ds = p * (tl.dot(v, tl.trans(d_out), input_precision=PRECISION) - delta[None, :])
+        if dp is None:
+            dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
         if HAS_GATE:
             col_sum += tl.sum(ds, 1)
         if NEEDS_DK:
@@ -241,17 +260,20 @@ def key_pass(
     stride_q, stride_gt, lo, hi, T, keys, gate_k, gate_ref, scale, Q_WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     WHOLE: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, STYLE: tl.constexpr,
 ):  # fmt: skip
     """The query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL not.
     WHOLE: no tile passes the end T.
     """
-    for m in range(lo, hi, BLOCK_M):
+    for m in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
         rows = m + tl.arange(0, BLOCK_M)
         q = load_rows_before(q_ptr, m, stride_q, T, BLOCK_M, BLOCK_D, Q_WIDTH, WHOLE)
         d_out = load_rows_before(d_out_ptr, m, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V, WHOLE)
         bias, delta = load_rows(rows_ptr, m, BLOCK_M)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias[None, :]
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        if STYLE == 2:
+            dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+        s = s * scale + bias[None, :]
         if HAS_GATE:
             s -= (gate_k + gate_between(offset_ptr, m, gate_ref))[:, None]
         visible = True
@@ -260,10 +282,23 @@ def key_pass(
         if HAS_DOC:
             first_key = tl.load(start_ptr + rows, mask=rows < T, other=0)
             visible &= keys[:, None] >= first_key[None, :]
-        dk, dv, col_sum = key_gradient(
-            dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
-            PRECISION,
-        )  # fmt: skip
+        if STYLE == 0:
+            dk, dv, col_sum = key_gradient(
+                dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
+                PRECISION,
+            )  # fmt: skip
+        elif STYLE == 1:
+            if m < hi:
+                dk, dv, col_sum = key_gradient(
+                    dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
+                    PRECISION,
+                )  # fmt: skip
+        else:
+            if m < hi:
+                dk, dv, col_sum = key_gradient(
+                    dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
+                    PRECISION, dp,
+                )  # fmt: skip
     return dk, dv, col_sum
 
 
@@ -277,7 +312,8 @@ def attention_dkdv_kernel(
     num_chunks, num_levels, total_rows, moved_rows, total_blocks, scale, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, MOVE: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr,
+    STYLE: tl.constexpr,
 ):  # fmt: skip
     """Pass of one key tile over every query head of its group; logits are transposed, [CHUNK,
     rows]. dk is that of k_end with reflections, of k without. `incoming` is the gradient of the
@@ -351,7 +387,7 @@ def attention_dkdv_kernel(
                     n0 if part == 0 else n0 + CHUNK if part == 1 else middle,
                     n0 + CHUNK if part == 0 else middle if part == 1 else reach,
                     T, keys, gate_k, gate_ref, logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
-                    BLOCK_M, part == 1, part == 0, HAS_GATE, HAS_DOC, PRECISION,
+                    BLOCK_M, part == 1, part == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES, STYLE,
                 )  # fmt: skip
         if HAS_GATE:
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
@@ -394,7 +430,7 @@ def attention_dkdv_kernel(
                         BLOCK_D, d_out_ptr + g * stride_gh, rows_ptr + g * num_chunks * CHUNK * 2,
                         offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt, right, hi, T, keys,
                         gate_k, gate_ref, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
-                        BLOCK_M, True, False, HAS_GATE, HAS_DOC, PRECISION,
+                        BLOCK_M, True, False, HAS_GATE, HAS_DOC, PRECISION, STAGES, STYLE,
                     )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads

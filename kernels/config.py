@@ -83,6 +83,7 @@ SOLVE = "tf32x3" if triton.knobs.runtime.interpret else "bf16x6"
 (0.17 ms against 0.21 at D = 128, 2 x 8192 x 16 heads); the interpreter knows only tf32x3.
 """
 
+STYLE = 1
 CHAIN_WARPS = 4
 CB = (4, None)
 BLOCK = 16
