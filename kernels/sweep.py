@@ -21,9 +21,7 @@ from .tiles import (
     RUNTIME,
     blocks_of_level,
     dot,
-    load_square,
     load_tile,
-    move,
     rows_of_level,
     store_tile,
     tile_pointers,
@@ -60,6 +58,30 @@ def key_moves(first, half, T, PIECE: tl.constexpr):
     return (first // (2 * half) + 1 - PIECE) * 2 * half < T
 
 
+@triton.jit
+def unit_rows(t):
+    """Rows of t in fp32 in units of their largest entry, and these [ROWS, 1]. Reflections and
+    products of them make no row longer, so that it stays within fp16's range at every level.
+    """
+    size = tl.maximum(tl.max(tl.abs(t), 1), 1e-30)[:, None]
+    return t * (1.0 / size), size
+
+
+@triton.jit
+def load_product(ptr, index, wanted, SIZE: tl.constexpr):
+    """Matrix `index` if `wanted`. Ahead of the rows' store, which takes as long as the load."""
+    return tl.load(tile_pointers(ptr, index * SIZE, SIZE, SIZE, SIZE), mask=wanted, other=0.0)
+
+
+@triton.jit
+def carry(t, product, PRECISION: tl.constexpr):
+    """Rows in their units times a stored product: see `tiles.move`."""
+    if product.dtype == tl.float32:
+        return dot(t, product, PRECISION)
+    else:
+        return tl.dot(t.to(tl.float16), product)
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def query_sweep_kernel(
     q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, local_ptr, start_ptr,
@@ -94,7 +116,7 @@ def query_sweep_kernel(
     tl.store(
         tile_pointers(local_ptr, (q_head * num_chunks + chunk) * CHUNK, CHUNK, CHUNK, CHUNK), local
     )
-    t = q.to(tl.float32) - dot(a, w, PRECISION)
+    t, size = unit_rows(q.to(tl.float32) - dot(a, w, PRECISION))
     document = 0
     if HAS_DOC:
         document = tl.load(start_ptr + b * T + first)
@@ -104,16 +126,17 @@ def query_sweep_kernel(
         half = CHUNK << level
         block = first // half
         if (block % 2 == 1) & (block * half > document):
+            moves = query_moves(first, half, q_start_ptr is not None)
+            product = load_product(product_ptr, block_base + block - 1, moves, BLOCK_D)
             here = row_base + block // 2 * half + first % half
-            store_tile(levels_ptr, here, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
-            if query_moves(first, half, q_start_ptr is not None):
-                product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
-                t = move(t, product, True, PRECISION)
+            store_tile(levels_ptr, here, BLOCK_D, total_rows, t * size, CHUNK, BLOCK_D, BLOCK_D)
+            if moves:
+                t = carry(t, tl.trans(product), PRECISION)
         row_base += rows_of_level(T, level, CHUNK)
         block_base += blocks_of_level(T, half)
     if q_start_ptr is not None:
         q_start_ptr += b * stride_eb + (h * GROUP + g) * stride_eh
-        store_tile(q_start_ptr, first, stride_et, T, t, CHUNK, BLOCK_D, HEAD_DIM)
+        store_tile(q_start_ptr, first, stride_et, T, t * size, CHUNK, BLOCK_D, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -141,7 +164,7 @@ def key_sweep_kernel(
         k_ptr + b * stride_kb + h * stride_kh, first, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM
     )
     up = tl.where(offs[:, None] < offs[None, :], dot(k, tl.trans(w), PRECISION), 0.0)
-    t = k.to(tl.float32) - dot(dot(up, x, PRECISION), w, PRECISION)
+    t, size = unit_rows(k.to(tl.float32) - dot(dot(up, x, PRECISION), w, PRECISION))
     reach = T  # no query at or after this position attends to the chunk
     if HAS_DOC:
         reach = tl.load(end_ptr + b * T + first + CHUNK - 1)
@@ -151,13 +174,14 @@ def key_sweep_kernel(
         half = CHUNK << level
         block = first // half
         if (block % 2 == 0) & ((block + 1) * half < reach):
+            moves = key_moves(first, half, T, k_end_ptr is not None)
+            product = load_product(product_ptr, block_base + block + 1, moves, BLOCK_D)
             here = row_base + block // 2 * half + first % half
-            store_tile(levels_ptr, here, BLOCK_D, total_rows, t, CHUNK, BLOCK_D, BLOCK_D)
-            if key_moves(first, half, T, k_end_ptr is not None):
-                product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
-                t = move(t, product, False, PRECISION)
+            store_tile(levels_ptr, here, BLOCK_D, total_rows, t * size, CHUNK, BLOCK_D, BLOCK_D)
+            if moves:
+                t = carry(t, product, PRECISION)
         row_base += rows_of_level(T, level, CHUNK)
         block_base += blocks_of_level(T, half)
     if k_end_ptr is not None:
         k_end_ptr += b * stride_eb + h * stride_eh
-        store_tile(k_end_ptr, first, stride_et, T, t, CHUNK, BLOCK_D, HEAD_DIM)
+        store_tile(k_end_ptr, first, stride_et, T, t * size, CHUNK, BLOCK_D, HEAD_DIM)
