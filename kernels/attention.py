@@ -1,6 +1,6 @@
 """Launchers of the attention over squares: one call in groups of heads, forward and backward."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from . import config, tiles
 from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, row_kernel
 from .attention_forward import attention_forward_kernel
 from .frames import Ends, FrameGradients, Frames, frames_backward, make_frames
-from .inputs import LOG2_E, Inputs, dense, groups, strides
+from .inputs import Inputs, dense, groups, positive, strides
 from .tiles import CHUNK
 
 
@@ -49,6 +49,8 @@ def forward(inputs: Inputs, out: Tensor, ends: Ends | None = None) -> Tensor:
     """
     B, T, HQ, _ = inputs.q.shape
     lse = torch.empty(B, HQ, T, dtype=torch.float32, device=inputs.q.device)
+    k, scale = positive(inputs.k, inputs.scale)
+    inputs = replace(inputs, k=k)
     for group in groups(inputs, backward=False):
         x = inputs.part(*group)
         frames = None if x.w is None else make_frames(x, ends and ends.part(*group))
@@ -61,8 +63,10 @@ def forward(inputs: Inputs, out: Tensor, ends: Ends | None = None) -> Tensor:
             out_ptr=part,
             lse_ptr=lse[batch, queries],
             **strides(("o", part)),
-            scale=x.scale * LOG2_E,
+            scale=scale,
         )
+    if ends is not None and inputs.scale < 0:
+        ends.k_end.neg_()
     return lse
 
 

@@ -26,12 +26,16 @@ from .tiles import (
 
 
 @triton.jit
-def softmax_step(acc, l_i, m_i, s, v, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr):
-    """Merge one tile of base-2 logits s [M, N] and values v [N, DV] into the running softmax."""
-    m_new = tl.maximum(m_i, tl.max(s, 1))
+def softmax_step(
+    acc, l_i, m_i, s, scale, row, v, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Merge one tile of base-2 logits s scale + row [M, N] and values v [N, DV] into the running
+    softmax. The scale, not negative, is left to one FMA with the row's part.
+    """
+    m_new = tl.maximum(m_i, tl.max(s, 1) * scale + row)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if HAS_DOC else m_new
     alpha = tl.math.exp2(m_i - m_safe)
-    p = tl.math.exp2(s - m_safe[:, None])
+    p = tl.math.exp2(s * scale - (m_safe - row)[:, None])
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -86,9 +90,11 @@ def attend(
     between = gate_between(offset_ptr, lo, gate_ref) if HAS_GATE else 0.0
     for start in range(lo, hi, BLOCK_N):
         k = load_rows_before(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        row = gate_q
         if HAS_GATE:
-            s += (gate_q + between)[:, None] - load_columns(gate_ptr, start, BLOCK_N)[None, :]
+            s = s * scale - load_columns(gate_ptr, start, BLOCK_N)[None, :]
+            row = gate_q + between
             between = gate_between(offset_ptr, start + BLOCK_N, gate_ref)
         if HAS_DOC:
             s = tl.where(
@@ -97,7 +103,10 @@ def attend(
         if not WHOLE:
             s = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], s, float("-inf"))
         v = load_rows_before(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
-        acc, l_i, m_i = softmax_step(acc, l_i, m_i, s, v, HAS_DOC, PRECISION)
+        acc, l_i, m_i = softmax_step(
+            acc, l_i, m_i, s, 1.0 if HAS_GATE else scale, row if HAS_GATE else 0.0, v, HAS_DOC,
+            PRECISION,
+        )  # fmt: skip
     return acc, l_i, m_i
 
 
@@ -124,7 +133,7 @@ def attention_forward_kernel(
     BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output and natural log-sum-exp of a chunk. `scale` and the gate are in log2 units."""
+    """Output and natural log-sum-exp of a chunk. `scale` > 0 and the gate are in log2 units."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
     q_head = tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
@@ -159,15 +168,17 @@ def attention_forward_kernel(
     s = diagonal_logits(
         q, k_ptr, local_ptr, m0, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK, HAS_PATH, PRECISION
     )  # fmt: skip
-    s *= scale
     if HAS_GATE:
-        s += gate_q[:, None] - gate_q[None, :]
+        s = s * scale - gate_q[None, :]
     visible = rows[None, :] <= rows[:, None]
     if HAS_DOC:
         visible &= rows[None, :] >= first_key[:, None]
     s = tl.where(visible, s, float("-inf"))
     v = load_tile(v_ptr, m0, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
-    acc, l_i, m_i = softmax_step(acc, l_i, m_i, s, v, HAS_DOC, PRECISION)
+    acc, l_i, m_i = softmax_step(
+        acc, l_i, m_i, s, 1.0 if HAS_GATE else scale, gate_q if HAS_GATE else 0.0, v, HAS_DOC,
+        PRECISION,
+    )  # fmt: skip
 
     if HAS_PATH:
         row_base = 0

@@ -192,6 +192,13 @@ def _key_groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]
             yield slice(b, b + 1), slice(h, min(h + step, H))
 
 
+def positive(k: Tensor, scale: float) -> tuple[Tensor, float]:
+    """k and scale of the same logits, with a scale > 0 in log2 units: the largest dot product of a
+    row is that of its largest logit.
+    """
+    return (k if scale >= 0 else -k), max(abs(scale) * LOG2_E, 1e-30)
+
+
 def strides(*names_and_tensors: tuple[str, Tensor | None]) -> dict[str, int]:
     """stride_<name>b, stride_<name>t, stride_<name>h of [B, T, H, ...] tensors (zeros where
     absent).

@@ -21,7 +21,7 @@ from torch import Tensor
 from . import config
 from .attention_backward import key_pass, load_rows, query_gradient
 from .attention_forward import attend
-from .inputs import LOG2_E, dense, differentiable, padded, strides
+from .inputs import LOG2_E, dense, differentiable, padded, positive, strides
 from .tiles import RUNTIME, as_product, load_tile, store_tile
 
 
@@ -228,6 +228,7 @@ def rectangle_forward(
     assert out.stride(-1) == 1 and lse.stride(-1) == 1, (out.stride(), lse.stride())
     B, TQ, HQ, D = q.shape
     tile = config.forward_tiles(q.dtype, padded(max(D, v.shape[3])), True)
+    k, scale = positive(k, scale)
     rectangle_forward_kernel[(triton.cdiv(TQ, tile.rows), B * HQ)](
         **_arguments(q, k, v, gate_k, first_key, tile.rows),
         **strides(("o", out)),
@@ -236,7 +237,7 @@ def rectangle_forward(
         lse_ptr=lse,
         stride_lb=lse.stride(0),
         stride_lh=lse.stride(1),
-        scale=scale * LOG2_E,
+        scale=scale,
         BLOCK_N=tile.stream,
         **tile.options,
     )

@@ -181,6 +181,13 @@ def test_scale_and_gate_scale():
     check(small(130, gate=True), scale=0.3, gate_scale=0.7)
 
 
+@pytest.mark.parametrize("scale", [-0.4, 0.0])
+@pytest.mark.parametrize("options", [{}, dict(gate=True), dict(documents=True)])
+def test_scales_that_are_not_positive(scale, options):
+    """Catches a softmax that takes the largest dot product for the largest logit."""
+    check(small(200, **options), scale=scale)
+
+
 @pytest.mark.parametrize("shift", [-30.0, 20.0])
 def test_strong_gates(shift):
     """Catches overflow of exp2 above the diagonal or in padded rows, and gates lost to a long sum.
