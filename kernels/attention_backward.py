@@ -71,19 +71,23 @@ def load_rows(rows_ptr, first, ROWS: tl.constexpr):
 
 
 @triton.jit
-def query_step(dq, row_sum, s, dp, d_out, delta, k, v, start, first_key, T, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STYLE: tl.constexpr):
-        p = tl.math.exp2(s)
-        if HAS_DOC:
-            p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], p, 0.0)
-        if not WHOLE:
-            p = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], p, 0.0)
-        if STYLE != 2:
-            dp = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
-        ds = p * (dp - delta[:, None])
-        if HAS_GATE:
-            row_sum += tl.sum(ds, 1)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-        return dq, row_sum
+def query_step(
+    dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N: tl.constexpr,
+    WHOLE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of base-2 logits s [M, N], less log-sum-exp: adds to dq (without scale) and the row
+    sums of ds. WHOLE: the tile does not pass the end T.
+    """
+    p = tl.math.exp2(s)
+    if HAS_DOC:
+        p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], p, 0.0)
+    if not WHOLE:
+        p = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], p, 0.0)
+    ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    if HAS_GATE:
+        row_sum += tl.sum(ds, 1)
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq, row_sum
 
 
 @triton.jit
@@ -101,19 +105,21 @@ def query_gradient(
         k = load_rows_before(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
         v = load_rows_before(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        dp = delta
-        if STYLE == 2:
-            dp = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
         if HAS_GATE:
             between = gate_between(offset_ptr, start, gate_ref)
             s += (bias + between)[:, None] - load_columns(gate_ptr, start, BLOCK_N)[None, :]
         else:
             s += bias[:, None]
         if STYLE == 0:
-            dq, row_sum = query_step(dq, row_sum, s, dp, d_out, delta, k, v, start, first_key, T, BLOCK_N, WHOLE, HAS_GATE, HAS_DOC, PRECISION, STYLE)
-        else:
-            if start < hi:
-                dq, row_sum = query_step(dq, row_sum, s, dp, d_out, delta, k, v, start, first_key, T, BLOCK_N, WHOLE, HAS_GATE, HAS_DOC, PRECISION, STYLE)
+            dq, row_sum = query_step(
+                dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N, WHOLE, HAS_GATE,
+                HAS_DOC, PRECISION,
+            )  # fmt: skip
+        elif start < hi:
+            dq, row_sum = query_step(
+                dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N, WHOLE, HAS_GATE,
+                HAS_DOC, PRECISION,
+            )  # fmt: skip
     return dq, row_sum
 
 
@@ -234,7 +240,7 @@ def attention_dq_kernel(
 @triton.jit
 def key_gradient(
     dk, dv, col_sum, s, v, q, d_out, delta, visible, MASKED: tl.constexpr,
-    NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr, dp=None,
+    NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of transposed base-2 logits s [N, M], less log-sum-exp: adds to dk (without scale),
     dv and the column sums of ds. MASKED: only `visible` pairs count.
@@ -244,9 +250,7 @@ def key_gradient(
         p = tl.where(visible, p, 0.0)
     dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
     if NEEDS_DK or HAS_GATE:
-        if dp is None:
-            dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
+        ds = p * (tl.dot(v, tl.trans(d_out), input_precision=PRECISION) - delta[None, :])
         if HAS_GATE:
             col_sum += tl.sum(ds, 1)
         if NEEDS_DK:
@@ -270,10 +274,7 @@ def key_pass(
         q = load_rows_before(q_ptr, m, stride_q, T, BLOCK_M, BLOCK_D, Q_WIDTH, WHOLE)
         d_out = load_rows_before(d_out_ptr, m, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V, WHOLE)
         bias, delta = load_rows(rows_ptr, m, BLOCK_M)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        if STYLE == 2:
-            dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
-        s = s * scale + bias[None, :]
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias[None, :]
         if HAS_GATE:
             s -= (gate_k + gate_between(offset_ptr, m, gate_ref))[:, None]
         visible = True
@@ -287,18 +288,11 @@ def key_pass(
                 dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
                 PRECISION,
             )  # fmt: skip
-        elif STYLE == 1:
-            if m < hi:
-                dk, dv, col_sum = key_gradient(
-                    dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
-                    PRECISION,
-                )  # fmt: skip
-        else:
-            if m < hi:
-                dk, dv, col_sum = key_gradient(
-                    dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
-                    PRECISION, dp,
-                )  # fmt: skip
+        elif m < hi:
+            dk, dv, col_sum = key_gradient(
+                dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
+                PRECISION,
+            )  # fmt: skip
     return dk, dv, col_sum
 
 

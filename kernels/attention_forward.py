@@ -26,9 +26,7 @@ from .tiles import (
 
 
 @triton.jit
-def softmax_step(
-    acc, l_i, m_i, s, scale, row, v, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr
-):
+def softmax_step(acc, l_i, m_i, s, scale, row, v, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr):
     """Merge one tile of base-2 logits s scale + row [M, N] and values v [N, DV] into the running
     softmax. The scale, not negative, is left to one FMA with the row's part.
     """

@@ -84,10 +84,11 @@ SOLVE = "tf32x3" if triton.knobs.runtime.interpret else "bf16x6"
 """
 
 STYLE = 1
-CHAIN_WARPS = 4
-CB = (4, None)
 BLOCK = 16
-CPB = (8, None)
+CPB = (4, None)
+CHUNK_REGISTERS = 128
+TREE_STAGES = 3
+TREE_REGISTERS = 128
 
 CHAIN_REGISTERS: int | None = 168
 """Of kernels that are chains of dependent products of 16-bit terms: three programs an SM. fp32
@@ -95,12 +96,9 @@ products would spill.
 """
 
 
-def chain_options(dtype: torch.dtype) -> dict[str, int | None]:
+def chain_options(dtype: torch.dtype, registers: int | None) -> dict[str, int | None]:
     """Warps and registers of the chunk transform and the sweeps."""
-    return {
-        "num_warps": CHAIN_WARPS,
-        "maxnreg": None if dtype == torch.float32 else CHAIN_REGISTERS,
-    }
+    return {"num_warps": 4, "maxnreg": None if dtype == torch.float32 else registers}
 
 
 def contract_columns(dtype: torch.dtype, width: int) -> int:

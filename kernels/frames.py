@@ -121,7 +121,7 @@ def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
         "total_rows": rows,
         "total_blocks": tiles.total_blocks(T),
         "HAS_DOC": x.document_start is not None,
-        **config.chain_options(x.q.dtype),
+        **config.chain_options(x.q.dtype, config.CHAIN_REGISTERS),
     }
     q_start, k_end = (None, None) if ends is None else (ends.q_start, ends.k_end)
     query_sweep_kernel[(chunks, B * HQ)](
@@ -161,7 +161,7 @@ def _make_products(x: Inputs, frames: Frames) -> None:
         SOLVE=config.SOLVE,
         COLS=min(width, 64),
         BLOCK=config.BLOCK,
-        **config.chain_options(x.q.dtype),
+        **config.chain_options(x.q.dtype, config.CHUNK_REGISTERS),
     )
     child = base = 0
     for level in levels:
@@ -242,7 +242,8 @@ def _products_backward(
             "TILE": side,
             "PRECISION": x.precision,
             "num_warps": warps,
-            "num_stages": 2,
+            "num_stages": config.TREE_STAGES,
+            "maxnreg": None if x.q.dtype == torch.float32 else config.TREE_REGISTERS,
         }
         partial = frames.products
         if splits > 1:
@@ -303,8 +304,8 @@ def frames_backward(
             num_parents=count,
             total_blocks=tiles.total_blocks(T),
             num_warps=config.CPB[0] if x.width > 64 else 4,
-            num_stages=1,
             maxnreg=config.CPB[1] if x.width > 64 else None,
+            num_stages=1,
         )
     if x.group > 1:
         scratch = torch.empty(
@@ -327,6 +328,5 @@ def frames_backward(
         GROUP=x.group,
         HAS_PRODUCT=has_product,
         WIDE=config.contract_columns(x.q.dtype, x.width),
-        num_warps=config.CB[0],
-        maxnreg=config.CB[1],
+        num_warps=4,
     )

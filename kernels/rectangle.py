@@ -126,7 +126,8 @@ def rectangle_dkdv_kernel(
     scale, stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr,
     stride_gt: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, STYLE: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STYLE: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of ROWS keys over every query head of its group; the gradient of gate_k."""
     n0, head = tl.program_id(0) * ROWS, tl.program_id(1)
@@ -156,7 +157,8 @@ def rectangle_dkdv_kernel(
             dk, dv, col_sum, k, v, q_ptr + hq * stride_qh, d_out_ptr + hq * stride_gh,
             rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2, None, first_ptr, stride_qt,
             stride_gt, 0, reach, TQ, keys, gate_k, 0.0, scale * 1.4426950408889634, HEAD_DIM,
-            BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, False, False, HAS_GATE, HAS_DOC, PRECISION, STAGES, STYLE,
+            BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, False, False, HAS_GATE, HAS_DOC, PRECISION,
+            STAGES, STYLE,
         )  # fmt: skip
         if HAS_GATE:
             tl.store(d_gate_k_ptr + q_head * TK + keys, col_sum, mask=keys < TK)

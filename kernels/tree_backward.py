@@ -35,33 +35,32 @@ def moved_outer(
     every head of the group, or keys.
     """
     b = head // H
-    first = block * half
+    right = (block // 2 * 2 + 1) * half  # the boundary between the siblings
     row = row_base + block // 2 * half
-    acc = tl.zeros([ROWS, COLS], tl.float32)
+    levels = tl.cast(total_rows, tl.int64) * BLOCK_D
+    gradients = tl.cast(moved_rows, tl.int64) * BLOCK_D
     if block % 2 == 0:
-        first += half
-        stop = tl.where(query_moves(first, half, PIECE), tl.minimum(hi, T - first), 0)
-        for g in tl.range(GROUP, num_stages=1):
-            a_ptr = dq_moved_ptr + (head * GROUP + g) * moved_rows * BLOCK_D + r0
-            c_ptr = q_levels_ptr + (head * GROUP + g) * total_rows * BLOCK_D + c0
-            for start in range(lo, stop, CHUNK):
-                limit = row + stop
-                if HAS_DOC:
-                    limit = tl.where(first > tl.load(start_ptr + b * T + first + start), limit, 0)
-                a = load_tile(a_ptr, row + start, BLOCK_D, limit, CHUNK, ROWS, ROWS)
-                c = load_tile(c_ptr, row + start, BLOCK_D, limit, CHUNK, COLS, COLS)
-                acc += dot(tl.trans(a), c, PRECISION)
+        heads = GROUP
+        a_ptr, stride_a = dq_moved_ptr + head * GROUP * gradients, gradients
+        c_ptr, stride_c = q_levels_ptr + head * GROUP * levels, levels
+        stop = tl.where(query_moves(right, half, PIECE), tl.minimum(hi, T - right), 0)
     else:
-        stop = tl.where(key_moves(first, half, T, PIECE), hi, 0)
-        a_ptr = k_levels_ptr + head * total_rows * BLOCK_D + r0
-        c_ptr = dk_moved_ptr + head * moved_rows * BLOCK_D + c0
+        heads = 1
+        a_ptr, stride_a = k_levels_ptr + head * levels, levels
+        c_ptr, stride_c = dk_moved_ptr + head * gradients, gradients
+        stop = tl.where(key_moves(right - half, half, T, PIECE), hi, 0)
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    for g in tl.range(heads, num_stages=1):
         for start in range(lo, stop, CHUNK):
-            limit = row + half
+            limit = row + stop
             if HAS_DOC:
-                last = first - half + start + CHUNK - 1
-                limit = tl.where(first < tl.load(end_ptr + b * T + last), limit, 0)
-            a = load_tile(a_ptr, row + start, BLOCK_D, limit, CHUNK, ROWS, ROWS)
-            c = load_tile(c_ptr, row + start, BLOCK_D, limit, CHUNK, COLS, COLS)
+                if block % 2 == 0:
+                    seen = right > tl.load(start_ptr + b * T + right + start)
+                else:
+                    seen = right < tl.load(end_ptr + b * T + right - half + start + CHUNK - 1)
+                limit = tl.where(seen, limit, 0)
+            a = load_tile(a_ptr + g * stride_a + r0, row + start, BLOCK_D, limit, CHUNK, ROWS, ROWS)
+            c = load_tile(c_ptr + g * stride_c + c0, row + start, BLOCK_D, limit, CHUNK, COLS, COLS)
             acc += dot(tl.trans(a), c, PRECISION)
     return acc
 
