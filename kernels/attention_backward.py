@@ -204,13 +204,13 @@ def attention_dq_kernel(
             if (block % 2 == 1) & ((block * half > document) | PIECE):
                 left = (block - 1) * half
                 here = row_base + left // 2 + m0 % half
+                q_here = load_full_tile(q_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
                 if query_moves(m0, half, PIECE):
                     store_tile(
                         dq_moved_ptr, here, BLOCK_D, moved_rows, dq * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
                     product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
                     dq = move(dq, product, False, MOVE)
-                q_here = load_full_tile(q_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
                 shift = tl.cast(row_base - left // 2, tl.int64)
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
                 dq, row_sum = query_gradient(
@@ -402,6 +402,7 @@ def attention_dkdv_kernel(
             block_base -= blocks_of_level(T, half)
             if (block % 2 == 0) & (right < (T if PIECE else reach)):
                 here = row_base + (right - half) // 2 + n0 % half
+                k_here = load_full_tile(k_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
                 if key_moves(n0, half, T, PIECE):
                     store_tile(
                         dk_moved_ptr, here, BLOCK_D, moved_rows, dk * scale, CHUNK, BLOCK_D, BLOCK_D
@@ -409,7 +410,6 @@ def attention_dkdv_kernel(
                     product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
                     dk = move(dk, product, True, MOVE)
                 shift = tl.cast(row_base + (right - half) // 2 - right, tl.int64)
-                k_here = load_full_tile(k_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
                 for g in tl.range(GROUP, num_stages=1):
                     col_sum = tl.zeros([CHUNK], tl.float32)
                     gate_ref = (
