@@ -20,7 +20,13 @@ comes from above the last level, but to a piece of a longer sequence: from the o
 import triton
 import triton.language as tl
 
-from .attention_forward import diagonal_logits, gate_between, load_columns, load_rows_before
+from .attention_forward import (
+    diagonal_logits,
+    gate_between,
+    load_columns,
+    load_rows_before,
+    seen_from,
+)
 from .sweep import key_moves, query_moves
 from .tiles import (
     GATE_SPAN,
@@ -163,9 +169,11 @@ def attention_dq_kernel(
     gate_ref = tl.load(offset_ptr + m0 // GATE_SPAN) if HAS_GATE else 0.0
     first_key = rows
     document = 0
+    last_document = 0
     if HAS_DOC:
         first_key = tl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
         document = tl.load(start_ptr + b * T + m0)
+        last_document = tl.load(start_ptr + b * T + tl.minimum(m0 + CHUNK, T) - 1)
     bias, delta = load_rows(rows_ptr + q_head * num_chunks * CHUNK * 2, m0, CHUNK)
     d_out = load_tile(d_out_ptr, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
 
@@ -213,12 +221,15 @@ def attention_dq_kernel(
                     dq = move(dq, product, False, MOVE)
                 shift = tl.cast(row_base - left // 2, tl.int64)
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
-                dq, row_sum = query_gradient(
-                    dq, row_sum, q_here, d_out, bias, delta, k_levels_ptr + shift * BLOCK_D, v_ptr,
-                    gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_ref,
-                    first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
-                    True, HAS_GATE, HAS_DOC, PRECISION, STAGES, STYLE,
-                )  # fmt: skip
+                middle = seen_from(last_document, lo, block * half, BLOCK_N, HAS_DOC)
+                for seen in tl.static_range(0 if HAS_DOC else 1, 2):
+                    dq, row_sum = query_gradient(
+                        dq, row_sum, q_here, d_out, bias, delta, k_levels_ptr + shift * BLOCK_D,
+                        v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt,
+                        middle if seen else lo, block * half if seen else middle, gate_ref,
+                        first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
+                        True, HAS_GATE, not seen, PRECISION, STAGES, STYLE,
+                    )  # fmt: skip
         dq_ptr += q_head * num_chunks * CHUNK * BLOCK_D
         store_tile(dq_ptr, m0, BLOCK_D, m0 + CHUNK, dq * scale, CHUNK, BLOCK_D, BLOCK_D)
     else:
@@ -341,8 +352,10 @@ def attention_dkdv_kernel(
     v = load_tile(v_ptr, n0, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
     k = load_tile(k_ptr, n0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
     reach = T
+    seen_until = T
     if HAS_DOC:
         reach = tl.load(end_ptr + b * T + tl.minimum(n0 + CHUNK, T) - 1)
+        seen_until = tl.load(end_ptr + b * T + n0)  # by these queries every key
     dv = tl.zeros([CHUNK, BLOCK_DV], tl.float32)
     dk = tl.zeros([CHUNK, BLOCK_D], tl.float32)
 
@@ -419,13 +432,18 @@ def attention_dkdv_kernel(
                     if HAS_GATE:
                         gate_k = tl.load(gate_ptr + g * T + keys)
                     hi = tl.minimum(right + half, reach)
-                    dk, dv, col_sum = key_pass(
-                        dk, dv, col_sum, k_here, v, q_levels_ptr + (g * total_rows + shift) *
-                        BLOCK_D, d_out_ptr + g * stride_gh, rows_ptr + g * num_chunks * CHUNK * 2,
-                        offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt, right, hi, T, keys,
-                        gate_k, gate_ref, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
-                        BLOCK_M, True, False, HAS_GATE, HAS_DOC, PRECISION, STAGES, STYLE,
-                    )  # fmt: skip
+                    middle = hi
+                    if HAS_DOC:
+                        middle = tl.maximum(right, tl.minimum(hi, seen_until // BLOCK_M * BLOCK_M))
+                    for part in tl.static_range(2 if HAS_DOC else 1):
+                        dk, dv, col_sum = key_pass(
+                            dk, dv, col_sum, k_here, v, q_levels_ptr + (g * total_rows + shift) *
+                            BLOCK_D, d_out_ptr + g * stride_gh, rows_ptr + g * num_chunks * CHUNK
+                            * 2, offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt,
+                            middle if part else right, hi if part else middle, T, keys, gate_k,
+                            gate_ref, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M,
+                            True, False, HAS_GATE, part == 1, PRECISION, STAGES, STYLE,
+                        )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads
                         col_sum += tl.load(col_sum_ptr + g * T + keys)

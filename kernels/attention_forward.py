@@ -61,6 +61,18 @@ def load_columns(ptr, first, COLS: tl.constexpr):
 
 
 @triton.jit
+def seen_from(last_document, lo, hi, BLOCK_N: tl.constexpr, HAS_DOC: tl.constexpr):
+    """From which tile of the keys lo ... hi - 1 on queries of documents that begin at last_document
+    or before see all of them.
+    """
+    if HAS_DOC:
+        first = tl.cdiv(last_document, BLOCK_N) * BLOCK_N
+        return tl.minimum(tl.maximum(first, lo), tl.maximum(lo, hi))
+    else:
+        return lo
+
+
+@triton.jit
 def load_rows_before(
     ptr, first_row, stride, T, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -153,11 +165,13 @@ def attention_forward_kernel(
     gate_q = row.to(tl.float32)
     first_key = rows
     document = 0
+    last_document = 0
     if HAS_GATE:
         gate_q = tl.load(gate_ptr + rows, mask=rows < T, other=0.0)
     if HAS_DOC:
         first_key = tl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
         document = tl.load(start_ptr + b * T + m0)
+        last_document = tl.load(start_ptr + b * T + tl.minimum(m0 + CHUNK, T) - 1)
 
     acc = tl.zeros([CHUNK, BLOCK_DV], tl.float32)
     l_i = tl.zeros([CHUNK], tl.float32)
@@ -189,12 +203,15 @@ def attention_forward_kernel(
                 here = row_base + left // 2 + m0 % half
                 q_here = load_full_tile(q_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
-                acc, l_i, m_i = attend(
-                    acc, l_i, m_i, q_here, k_levels_ptr + tl.cast(shift, tl.int64) * BLOCK_D, v_ptr,
-                    gate_ptr, offset_ptr, BLOCK_D, stride_vt, lo, block * half, gate_q, gate_ref,
-                    first_key, T, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True,
-                    HAS_GATE, HAS_DOC, PRECISION,
-                )  # fmt: skip
+                middle = seen_from(last_document, lo, block * half, BLOCK_N, HAS_DOC)
+                for seen in tl.static_range(0 if HAS_DOC else 1, 2):
+                    acc, l_i, m_i = attend(
+                        acc, l_i, m_i, q_here, k_levels_ptr + tl.cast(shift, tl.int64) * BLOCK_D,
+                        v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt,
+                        middle if seen else lo, block * half if seen else middle, gate_q, gate_ref,
+                        first_key, T, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True,
+                        HAS_GATE, not seen, PRECISION,
+                    )  # fmt: skip
             row_base += rows_of_level(T, level, CHUNK)
     elif m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
         acc, l_i, m_i = attend(
