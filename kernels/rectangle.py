@@ -108,11 +108,14 @@ def rectangle_dq_kernel(
     bias, delta = load_rows(rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2, m0, ROWS)
     dq = as_product(tl.zeros([ROWS, BLOCK_D], tl.float32))
     row_sum = tl.zeros([ROWS], tl.float32)
-    dq, row_sum = query_gradient(
-        dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_k_ptr, None, stride_kt, stride_vt,
-        lo, TK, 0.0, first_key, TK, scale * 1.4426950408889634, HEAD_DIM, BLOCK_D, HEAD_DIM_V,
-        BLOCK_DV, BLOCK_N, False, HAS_GATE, HAS_DOC, PRECISION, STAGES, STYLE,
-    )  # fmt: skip
+    middle = tl.maximum(lo, TK // BLOCK_N * BLOCK_N)
+    for whole in tl.static_range(2):
+        dq, row_sum = query_gradient(
+            dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_k_ptr, None, stride_kt,
+            stride_vt, lo if whole == 0 else middle, middle if whole == 0 else TK, 0.0, first_key,
+            TK, scale * 1.4426950408889634, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
+            whole == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES, STYLE,
+        )  # fmt: skip
     store_tile(dq_ptr, m0, stride_dqt, TQ, dq * scale, ROWS, BLOCK_D, HEAD_DIM)
     if HAS_GATE:
         tl.store(d_gate_q_ptr + q_head * TQ + rows, row_sum, mask=rows < TQ)
@@ -157,7 +160,7 @@ def rectangle_dkdv_kernel(
             dk, dv, col_sum, k, v, q_ptr + hq * stride_qh, d_out_ptr + hq * stride_gh,
             rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2, None, first_ptr, stride_qt,
             stride_gt, 0, reach, TQ, keys, gate_k, 0.0, scale * 1.4426950408889634, HEAD_DIM,
-            BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, False, False, HAS_GATE, HAS_DOC, PRECISION,
+            BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, True, False, HAS_GATE, HAS_DOC, PRECISION,
             STAGES, STYLE,
         )  # fmt: skip
         if HAS_GATE:
@@ -276,8 +279,11 @@ def rectangle_backward(
         d_gate_q, d_gate_k = lse.new_empty(gate_q.shape), lse.new_empty(gate_k.shape)
         bias = bias + (gate_q * LOG2_E).float()
     terms = _whole_tiles(bias, rows, float("-inf")), _whole_tiles(delta, rows)
+    if TQ % rows:  # whole tiles of both pass the keys
+        q, d_out = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -TQ % rows)) for x in (q, d_out))
     shared = {
         **_arguments(q, k, v, gate_k, first_key, rows),
+        "TQ": TQ,
         **strides(("g", d_out)),
         "rows_ptr": torch.stack(terms, -1),
         "d_out_ptr": d_out,
