@@ -13,7 +13,7 @@ from . import config, tiles
 from .chunk import chunk_kernel
 from .chunk_backward import chunk_backward_kernel
 from .inputs import Inputs, strides
-from .sweep import key_sweep_kernel, query_sweep_kernel, tree_kernel
+from .sweep import sweep_kernel, tree_kernel
 from .tiles import CHUNK
 from .tree_backward import (
     chunk_product_backward_kernel,
@@ -114,36 +114,27 @@ def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
         torch.empty(B, HQ, chunks, CHUNK, CHUNK, **fp32),
     )
     _make_products(x, frames)
-    sweep = {
-        **_chunk_arguments(x, frames),
-        "product_ptr": frames.products,
-        "num_levels": tiles.num_levels(T),
-        "total_rows": rows,
-        "total_blocks": tiles.total_blocks(T),
-        "HAS_DOC": x.document_start is not None,
-        **config.chain_options(x.q.dtype, config.CHAIN_REGISTERS),
-    }
     q_start, k_end = (None, None) if ends is None else (ends.q_start, ends.k_end)
-    query_sweep_kernel[(chunks, B * HQ)](
-        **sweep,
+    sweep_kernel[(chunks * (x.group + 1), B * H)](
+        **_chunk_arguments(x, frames),
+        product_ptr=frames.products,
         q_ptr=x.q,
         k_ptr=x.k,
-        levels_ptr=frames.q_levels,
+        q_levels_ptr=frames.q_levels,
+        k_levels_ptr=frames.k_levels,
         local_ptr=frames.local,
         start_ptr=x.document_start,
+        end_ptr=x.document_end,
         q_start_ptr=q_start,
-        **strides(("q", x.q), ("k", x.k), ("e", q_start)),
+        k_end_ptr=k_end,
+        **strides(("q", x.q), ("k", x.k), ("s", q_start), ("e", k_end)),
+        num_levels=tiles.num_levels(T),
+        total_rows=rows,
+        total_blocks=tiles.total_blocks(T),
+        HAS_DOC=x.document_start is not None,
         GROUP=x.group,
+        **config.chain_options(x.q.dtype, config.CHAIN_REGISTERS),
     )
-    if chunks > 1 or ends is not None:
-        key_sweep_kernel[(chunks - (ends is None), B * H)](
-            **sweep,
-            k_ptr=x.k,
-            levels_ptr=frames.k_levels,
-            end_ptr=x.document_end,
-            k_end_ptr=k_end,
-            **strides(("k", x.k), ("e", k_end)),
-        )
     if ends is not None:
         ends.product.copy_(frames.products[:, :, -2, :D, :D])
     return frames

@@ -82,51 +82,22 @@ def carry(t, product, PRECISION: tl.constexpr):
         return tl.dot(t.to(tl.float16), product)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
-def query_sweep_kernel(
-    q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, local_ptr, start_ptr,
-    q_start_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_wb,
-    stride_wt, stride_wh, stride_bb, stride_bt, stride_bh, stride_eb, stride_et, stride_eh, T, H,
-    num_chunks, num_levels, total_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def sweep_queries(
+    t, product_ptr, levels_ptr, document, end_ptr, stride_et, first, T, num_levels, total_rows,
+    block_base, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Local logits [C, C] (fp32, unscaled) of a chunk, and its queries at every level where they
-    lie right; with q_start_ptr also at the start of the piece.
+    """Queries t at the start of their chunk, at every level where they lie right; with end_ptr also
+    at the start of the piece.
     """
-    chunk, q_head = tl.program_id(0), tl.program_id(1)
-    head, g = (q_head // GROUP).to(tl.int64), q_head % GROUP
-    b, h = head // H, q_head // GROUP % H
-    q_head = q_head.to(tl.int64)
-    first = chunk * CHUNK
-    levels_ptr += q_head * total_rows * BLOCK_D
-    q_ptr += b * stride_qb + (h * GROUP + g) * stride_qh
-    k_ptr += b * stride_kb + h * stride_kh
-    offs = tl.arange(0, CHUNK)
-    upper = offs[:, None] < offs[None, :]
-    w, x = load_factors(
-        w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh,
-        inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
-    )  # fmt: skip
-    q = load_tile(q_ptr, first, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
-    k = load_tile(k_ptr, first, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
-    low = tl.where(upper, 0.0, dot(q, tl.trans(w), PRECISION))
-    a = dot(low, tl.trans(x), PRECISION)
-    up = tl.where(upper, dot(k, tl.trans(w), PRECISION), 0.0)
-    local = dot(q, tl.trans(k), PRECISION) - dot(a, tl.trans(up), PRECISION)
-    tl.store(
-        tile_pointers(local_ptr, (q_head * num_chunks + chunk) * CHUNK, CHUNK, CHUNK, CHUNK), local
-    )
-    t, size = unit_rows(q.to(tl.float32) - dot(a, w, PRECISION))
-    document = 0
-    if HAS_DOC:
-        document = tl.load(start_ptr + b * T + first)
+    t, size = unit_rows(t)
     row_base = 0
-    block_base = head * total_blocks
     for level in range(num_levels):
         half = CHUNK << level
         block = first // half
         if (block % 2 == 1) & (block * half > document):
-            moves = query_moves(first, half, q_start_ptr is not None)
+            moves = query_moves(first, half, end_ptr is not None)
             product = load_product(product_ptr, block_base + block - 1, moves, BLOCK_D)
             here = row_base + block // 2 * half + first % half
             store_tile(levels_ptr, here, BLOCK_D, total_rows, t * size, CHUNK, BLOCK_D, BLOCK_D)
@@ -134,47 +105,26 @@ def query_sweep_kernel(
                 t = carry(t, tl.trans(product), PRECISION)
         row_base += rows_of_level(T, level, CHUNK)
         block_base += blocks_of_level(T, half)
-    if q_start_ptr is not None:
-        q_start_ptr += b * stride_eb + (h * GROUP + g) * stride_eh
-        store_tile(q_start_ptr, first, stride_et, T, t * size, CHUNK, BLOCK_D, HEAD_DIM)
+    if end_ptr is not None:
+        store_tile(end_ptr, first, stride_et, T, t * size, CHUNK, BLOCK_D, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
-def key_sweep_kernel(
-    k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, levels_ptr, end_ptr, k_end_ptr, stride_kb,
-    stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    stride_eb, stride_et, stride_eh, T, H, num_chunks, num_levels, total_rows, total_blocks,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_DOC: tl.constexpr,
+@triton.jit
+def sweep_keys(
+    t, product_ptr, levels_ptr, reach, end_ptr, stride_et, first, T, num_levels, total_rows,
+    block_base, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys of a chunk at every level where they lie left of a block that has a token; with
-    k_end_ptr also at the end of the piece. Without, not launched for the last chunk.
+    """Keys t at the end of their chunk, at every level where they lie left of a block that has a
+    token before `reach`; with end_ptr also at the end of the piece.
     """
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    b, h = (head // H).to(tl.int64), head % H
-    head = head.to(tl.int64)
-    first = chunk * CHUNK
-    levels_ptr += head * total_rows * BLOCK_D
-    offs = tl.arange(0, CHUNK)
-    w, x = load_factors(
-        w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh,
-        inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
-    )  # fmt: skip
-    k = load_tile(
-        k_ptr + b * stride_kb + h * stride_kh, first, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM
-    )
-    up = tl.where(offs[:, None] < offs[None, :], dot(k, tl.trans(w), PRECISION), 0.0)
-    t, size = unit_rows(k.to(tl.float32) - dot(dot(up, x, PRECISION), w, PRECISION))
-    reach = T  # no query at or after this position attends to the chunk
-    if HAS_DOC:
-        reach = tl.load(end_ptr + b * T + first + CHUNK - 1)
+    t, size = unit_rows(t)
     row_base = 0
-    block_base = head * total_blocks
     for level in range(num_levels):
         half = CHUNK << level
         block = first // half
         if (block % 2 == 0) & ((block + 1) * half < reach):
-            moves = key_moves(first, half, T, k_end_ptr is not None)
+            moves = key_moves(first, half, T, end_ptr is not None)
             product = load_product(product_ptr, block_base + block + 1, moves, BLOCK_D)
             here = row_base + block // 2 * half + first % half
             store_tile(levels_ptr, here, BLOCK_D, total_rows, t * size, CHUNK, BLOCK_D, BLOCK_D)
@@ -182,6 +132,63 @@ def key_sweep_kernel(
                 t = carry(t, product, PRECISION)
         row_base += rows_of_level(T, level, CHUNK)
         block_base += blocks_of_level(T, half)
-    if k_end_ptr is not None:
-        k_end_ptr += b * stride_eb + h * stride_eh
-        store_tile(k_end_ptr, first, stride_et, T, t * size, CHUNK, BLOCK_D, HEAD_DIM)
+    if end_ptr is not None:
+        store_tile(end_ptr, first, stride_et, T, t * size, CHUNK, BLOCK_D, HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def sweep_kernel(
+    q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, q_levels_ptr, k_levels_ptr, local_ptr,
+    start_ptr, end_ptr, q_start_ptr, k_end_ptr, stride_qb, stride_qt, stride_qh, stride_kb,
+    stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
+    stride_sb, stride_st, stride_sh, stride_eb, stride_et, stride_eh, T, H, num_chunks, num_levels,
+    total_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk, side by side: the keys; of every query head of the group the queries and the
+    local logits [C, C] (fp32, unscaled).
+    """
+    chunk, g = tl.program_id(0) // (GROUP + 1), tl.program_id(0) % (GROUP + 1)
+    head = tl.program_id(1)
+    b, h = (head // H).to(tl.int64), head % H
+    q_head = (head * GROUP + g).to(tl.int64)
+    head = head.to(tl.int64)
+    first = chunk * CHUNK
+    k_ptr += b * stride_kb + h * stride_kh
+    offs = tl.arange(0, CHUNK)
+    upper = offs[:, None] < offs[None, :]
+    w, x = load_factors(
+        w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh,
+        inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
+    )  # fmt: skip
+    k = load_tile(k_ptr, first, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
+    up = tl.where(upper, dot(k, tl.trans(w), PRECISION), 0.0)
+    if g < GROUP:
+        q_ptr += b * stride_qb + (h * GROUP + g) * stride_qh
+        q = load_tile(q_ptr, first, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
+        low = tl.where(upper, 0.0, dot(q, tl.trans(w), PRECISION))
+        a = dot(low, tl.trans(x), PRECISION)
+        local = dot(q, tl.trans(k), PRECISION) - dot(a, tl.trans(up), PRECISION)
+        local_ptr += (q_head * num_chunks + chunk) * CHUNK * CHUNK
+        tl.store(tile_pointers(local_ptr, 0, CHUNK, CHUNK, CHUNK), local)
+        document = 0
+        if HAS_DOC:
+            document = tl.load(start_ptr + b * T + first)
+        if q_start_ptr is not None:
+            q_start_ptr += b * stride_sb + (h * GROUP + g) * stride_sh
+        sweep_queries(
+            q.to(tl.float32) - dot(a, w, PRECISION), product_ptr,
+            q_levels_ptr + q_head * total_rows * BLOCK_D, document, q_start_ptr, stride_st, first,
+            T, num_levels, total_rows, head * total_blocks, HEAD_DIM, BLOCK_D, CHUNK, PRECISION,
+        )  # fmt: skip
+    else:
+        reach = T  # no query at or after this position attends to the chunk
+        if HAS_DOC:
+            reach = tl.load(end_ptr + b * T + tl.minimum(first + CHUNK, T) - 1)
+        if k_end_ptr is not None:
+            k_end_ptr += b * stride_eb + h * stride_eh
+        sweep_keys(
+            k.to(tl.float32) - dot(dot(up, x, PRECISION), w, PRECISION), product_ptr,
+            k_levels_ptr + head * total_rows * BLOCK_D, reach, k_end_ptr, stride_et, first, T,
+            num_levels, total_rows, head * total_blocks, HEAD_DIM, BLOCK_D, CHUNK, PRECISION,
+        )  # fmt: skip
