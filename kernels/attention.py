@@ -187,8 +187,7 @@ def _backward_group(
         d_local_ptr=of_frames.local if of_frames else grads.q,
         row_sum_ptr=lse if grads.row_sum is None else grads.row_sum,
         BLOCK_N=query_tile.stream,
-        STAGES=query_tile.num_stages,
-        STYLE=config.STYLE,
+        STAGES=config.early_loads(query_tile),
     )
     attention_dkdv_kernel[(chunks, B * x.k.shape[2])](
         **_attention_arguments(x, frames, key_tile),
@@ -201,8 +200,7 @@ def _backward_group(
         dv_ptr=grads.v,
         col_sum_ptr=lse if grads.col_sum is None else grads.col_sum,
         BLOCK_M=key_tile.stream,
-        STAGES=key_tile.num_stages,
-        STYLE=config.STYLE,
+        STAGES=config.early_loads(key_tile),
     )
     if frames and of_frames:
         frames_backward(

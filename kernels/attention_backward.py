@@ -102,10 +102,12 @@ def query_gradient(
     lo, hi, gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    STYLE: tl.constexpr,
 ):  # fmt: skip
     """dq (without scale) and row sums of ds over the keys lo ... hi - 1. WHOLE: no tile passes the
     end T.
+
+    Unless STAGES is None, the loads of the next tile are issued before the second half of this
+    one's work, at the loop's end otherwise: the compiler puts a branch (always taken) behind them.
     """
     for start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
         k = load_rows_before(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
@@ -116,12 +118,7 @@ def query_gradient(
             s += (bias + between)[:, None] - load_columns(gate_ptr, start, BLOCK_N)[None, :]
         else:
             s += bias[:, None]
-        if STYLE == 0:
-            dq, row_sum = query_step(
-                dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N, WHOLE, HAS_GATE,
-                HAS_DOC, PRECISION,
-            )  # fmt: skip
-        elif start < hi:
+        if STAGES is None or start < hi:
             dq, row_sum = query_step(
                 dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N, WHOLE, HAS_GATE,
                 HAS_DOC, PRECISION,
@@ -140,7 +137,6 @@ def attention_dq_kernel(
     BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr,
-    STYLE: tl.constexpr,
 ):  # fmt: skip
     """Pass of one query tile. dq is that of q_start with reflections, of q without. `incoming` is
     the gradient of the queries at the start of the piece.
@@ -163,6 +159,7 @@ def attention_dq_kernel(
     gate_ptr += q_head * T
     offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
     logit_scale = scale * 1.4426950408889634
+    SPLIT: tl.constexpr = STAGES is not None  # two loops where their buffers fit
 
     row = tl.arange(0, CHUNK)
     rows = m0 + row
@@ -221,14 +218,16 @@ def attention_dq_kernel(
                     dq = move(dq, product, False, MOVE)
                 shift = tl.cast(row_base - left // 2, tl.int64)
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
-                middle = seen_from(last_document, lo, block * half, BLOCK_N, HAS_DOC)
-                for seen in tl.static_range(0 if HAS_DOC else 1, 2):
+                middle = block * half
+                if SPLIT or not HAS_DOC:
+                    middle = seen_from(last_document, lo, middle, BLOCK_N, HAS_DOC)
+                for seen in tl.static_range(0 if HAS_DOC else 1, 2 if SPLIT or not HAS_DOC else 1):
                     dq, row_sum = query_gradient(
                         dq, row_sum, q_here, d_out, bias, delta, k_levels_ptr + shift * BLOCK_D,
                         v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt,
                         middle if seen else lo, block * half if seen else middle, gate_ref,
                         first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
-                        True, HAS_GATE, not seen, PRECISION, STAGES, STYLE,
+                        True, HAS_GATE, not seen, PRECISION, STAGES,
                     )  # fmt: skip
         dq_ptr += q_head * num_chunks * CHUNK * BLOCK_D
         store_tile(dq_ptr, m0, BLOCK_D, m0 + CHUNK, dq * scale, CHUNK, BLOCK_D, BLOCK_D)
@@ -240,7 +239,7 @@ def attention_dq_kernel(
                 dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt,
                 stride_vt, document // BLOCK_N * BLOCK_N, m0, gate_ref, first_key, T, logit_scale,
                 HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC,
-                PRECISION, STAGES, STYLE,
+                PRECISION, STAGES,
             )  # fmt: skip
         dq_ptr += b * stride_dqb + hq * stride_dqh
         store_tile(dq_ptr, m0, stride_dqt, T, dq * scale, CHUNK, BLOCK_D, HEAD_DIM)
@@ -275,10 +274,10 @@ def key_pass(
     stride_q, stride_gt, lo, hi, T, keys, gate_k, gate_ref, scale, Q_WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     WHOLE: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, STYLE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL not.
-    WHOLE: no tile passes the end T.
+    WHOLE: no tile passes the end T. STAGES: see `query_gradient`.
     """
     for m in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
         rows = m + tl.arange(0, BLOCK_M)
@@ -294,12 +293,7 @@ def key_pass(
         if HAS_DOC:
             first_key = tl.load(start_ptr + rows, mask=rows < T, other=0)
             visible &= keys[:, None] >= first_key[None, :]
-        if STYLE == 0:
-            dk, dv, col_sum = key_gradient(
-                dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
-                PRECISION,
-            )  # fmt: skip
-        elif m < hi:
+        if STAGES is None or m < hi:
             dk, dv, col_sum = key_gradient(
                 dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
                 PRECISION,
@@ -318,7 +312,6 @@ def attention_dkdv_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr,
     HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr,
-    STYLE: tl.constexpr,
 ):  # fmt: skip
     """Pass of one key tile over every query head of its group; logits are transposed, [CHUNK,
     rows]. dk is that of k_end with reflections, of k without. `incoming` is the gradient of the
@@ -394,7 +387,7 @@ def attention_dkdv_kernel(
                     n0 if part == 0 else n0 + CHUNK if part == 1 else middle,
                     n0 + CHUNK if part == 0 else middle if part == 1 else reach,
                     T, keys, gate_k, gate_ref, logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
-                    BLOCK_M, part == 1, part == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES, STYLE,
+                    BLOCK_M, part == 1, part == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES,
                 )  # fmt: skip
         if HAS_GATE:
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
@@ -442,7 +435,7 @@ def attention_dkdv_kernel(
                             * 2, offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt,
                             middle if part else right, hi if part else middle, T, keys, gate_k,
                             gate_ref, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M,
-                            True, False, HAS_GATE, part == 1, PRECISION, STAGES, STYLE,
+                            True, False, HAS_GATE, part == 1, PRECISION, STAGES,
                         )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads

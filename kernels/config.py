@@ -78,12 +78,20 @@ def key_tiles(dtype: torch.dtype, width: int) -> Tiles:
     return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
 
 
+def early_loads(tile: Tiles) -> int | None:
+    """Stages of the backward's loops where the next tile's loads go before the second half of a
+    tile's work: on Hopper. It takes a third buffer, and some cards have only 99 KB.
+    """
+    if triton.knobs.runtime.interpret or torch.cuda.get_device_capability()[0] == 9:
+        return tile.num_stages
+    return None
+
+
 SOLVE = "tf32x3" if triton.knobs.runtime.interpret else "bf16x6"
 """Products of the triangular solve, both exact to fp32: six 16-bit terms take either operand order
 (0.17 ms against 0.21 at D = 128, 2 x 8192 x 16 heads); the interpreter knows only tf32x3.
 """
 
-STYLE = 1
 BLOCK = 16
 CPB = (4, None)
 CHUNK_REGISTERS = 128

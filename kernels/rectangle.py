@@ -82,7 +82,7 @@ def rectangle_dq_kernel(
     stride_kt: tl.constexpr, stride_vt: tl.constexpr, stride_gt: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, STYLE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq and the gradient of gate_q of ROWS queries."""
     m0, q_head = tl.program_id(0) * ROWS, tl.program_id(1)
@@ -114,7 +114,7 @@ def rectangle_dq_kernel(
             dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_k_ptr, None, stride_kt,
             stride_vt, lo if whole == 0 else middle, middle if whole == 0 else TK, 0.0, first_key,
             TK, scale * 1.4426950408889634, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
-            whole == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES, STYLE,
+            whole == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES,
         )  # fmt: skip
     store_tile(dq_ptr, m0, stride_dqt, TQ, dq * scale, ROWS, BLOCK_D, HEAD_DIM)
     if HAS_GATE:
@@ -130,7 +130,6 @@ def rectangle_dkdv_kernel(
     stride_gt: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    STYLE: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of ROWS keys over every query head of its group; the gradient of gate_k."""
     n0, head = tl.program_id(0) * ROWS, tl.program_id(1)
@@ -161,7 +160,7 @@ def rectangle_dkdv_kernel(
             rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2, None, first_ptr, stride_qt,
             stride_gt, 0, reach, TQ, keys, gate_k, 0.0, scale * 1.4426950408889634, HEAD_DIM,
             BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, True, False, HAS_GATE, HAS_DOC, PRECISION,
-            STAGES, STYLE,
+            STAGES,
         )  # fmt: skip
         if HAS_GATE:
             tl.store(d_gate_k_ptr + q_head * TK + keys, col_sum, mask=keys < TK)
@@ -295,8 +294,7 @@ def rectangle_backward(
         dq_ptr=dq,
         d_gate_q_ptr=d_gate_q,
         BLOCK_N=query_tile.stream,
-        STAGES=query_tile.num_stages,
-        STYLE=config.STYLE,
+        STAGES=config.early_loads(query_tile),
         **query_tile.options,
     )
     reach = None
@@ -312,8 +310,7 @@ def rectangle_backward(
         dv_ptr=dv,
         d_gate_k_ptr=d_gate_k,
         BLOCK_M=key_tile.stream,
-        STAGES=key_tile.num_stages,
-        STYLE=config.STYLE,
+        STAGES=config.early_loads(key_tile),
         **key_tile.options,
     )
     if gate_q is None or gate_k is None or d_gate_q is None or d_gate_k is None:
