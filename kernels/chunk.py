@@ -72,7 +72,7 @@ def invert_diagonal(n_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
             for j in tl.static_range(3, -1, -1):
                 if four * 4 + j > i:
                     x_i -= n[j // 2 + j % 2 * 2] * x[BLOCK - 1 - four * 4 - j]
-        x = x + (x_i,)
+        x = x + (x_i,)  # type: ignore[assignment]
     tl.debug_barrier()
     for i in tl.static_range(BLOCK):
         tl.store(block_ptr + i * CHUNK + column % BLOCK, x[BLOCK - 1 - i])
@@ -83,7 +83,7 @@ def chunk_kernel(
     w_ptr, beta_ptr, inverse_ptr, product_ptr, stride_wb, stride_wt, stride_wh, stride_bb,
     stride_bt, stride_bh, T, H, num_chunks, num_blocks, total_blocks, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
-    COLS: tl.constexpr, BLOCK: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     """M^-1 [C, C] of every chunk by blocked substitution, fp32, and P of the first num_blocks."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -103,10 +103,9 @@ def chunk_kernel(
     # through memory: cutting blocks out of a tile in registers costs 200 of them
     tl.store(square, n)
     tl.debug_barrier()
-    invert_diagonal(inverse_ptr, CHUNK, BLOCK)
+    invert_diagonal(inverse_ptr, CHUNK, 16)
     tl.debug_barrier()
-    if BLOCK == 16:
-        merge_blocks(inverse_ptr, CHUNK, 16, SOLVE)
+    merge_blocks(inverse_ptr, CHUNK, 16, SOLVE)
     merge_blocks(inverse_ptr, CHUNK, 32, SOLVE)
     inverse = tl.load(square)
     if chunk < num_blocks:

@@ -92,21 +92,23 @@ SOLVE = "tf32x3" if triton.knobs.runtime.interpret else "bf16x6"
 (0.17 ms against 0.21 at D = 128, 2 x 8192 x 16 heads); the interpreter knows only tf32x3.
 """
 
-BLOCK = 16
-CPB = (4, None)
 CHUNK_REGISTERS = 128
-TREE_STAGES = 3
+SWEEP_REGISTERS = 168
 TREE_REGISTERS = 128
-
-CHAIN_REGISTERS: int | None = 168
-"""Of kernels that are chains of dependent products of 16-bit terms: three programs an SM. fp32
-products would spill.
+"""A thread's registers at most, for 16-bit inputs: four programs of the chunk transform share an SM
+then, three of the sweeps (which spill at 128), two of the tree's backward. They are chains of
+dependent products and wait more than they compute. fp32 products would spill.
 """
 
+TREE_STAGES = 3
+"""Of the tree's backward. With two, a tile is loaded between one that is used and the next."""
 
-def chain_options(dtype: torch.dtype, registers: int | None) -> dict[str, int | None]:
-    """Warps and registers of the chunk transform and the sweeps."""
-    return {"num_warps": 4, "maxnreg": None if dtype == torch.float32 else registers}
+CHUNK_PRODUCT_WARPS = 4
+"""Warps of a program that holds the D x D gradient of one chunk's product."""
+
+
+def registers(dtype: torch.dtype, limit: int | None) -> int | None:
+    return None if dtype == torch.float32 else limit
 
 
 def contract_columns(dtype: torch.dtype, width: int) -> int:

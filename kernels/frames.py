@@ -133,7 +133,8 @@ def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
         total_blocks=tiles.total_blocks(T),
         HAS_DOC=x.document_start is not None,
         GROUP=x.group,
-        **config.chain_options(x.q.dtype, config.CHAIN_REGISTERS),
+        num_warps=4,
+        maxnreg=config.registers(x.q.dtype, config.SWEEP_REGISTERS),
     )
     if ends is not None:
         ends.product.copy_(frames.products[:, :, -2, :D, :D])
@@ -151,8 +152,8 @@ def _make_products(x: Inputs, frames: Frames) -> None:
         total_blocks=tiles.total_blocks(T),
         SOLVE=config.SOLVE,
         COLS=min(width, 64),
-        BLOCK=config.BLOCK,
-        **config.chain_options(x.q.dtype, config.CHUNK_REGISTERS),
+        num_warps=4,
+        maxnreg=config.registers(x.q.dtype, config.CHUNK_REGISTERS),
     )
     child = base = 0
     for level in levels:
@@ -234,7 +235,7 @@ def _products_backward(
             "PRECISION": x.precision,
             "num_warps": warps,
             "num_stages": config.TREE_STAGES,
-            "maxnreg": None if x.q.dtype == torch.float32 else config.TREE_REGISTERS,
+            "maxnreg": config.registers(x.q.dtype, config.TREE_REGISTERS),
         }
         partial = frames.products
         if splits > 1:
@@ -294,8 +295,7 @@ def frames_backward(
             **strides(("dw", dw)),
             num_parents=count,
             total_blocks=tiles.total_blocks(T),
-            num_warps=config.CPB[0] if x.width > 64 else 4,
-            maxnreg=config.CPB[1] if x.width > 64 else None,
+            num_warps=config.CHUNK_PRODUCT_WARPS,
             num_stages=1,
         )
     if x.group > 1:
