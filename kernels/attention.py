@@ -188,6 +188,7 @@ def _backward_group(
         row_sum_ptr=lse if grads.row_sum is None else grads.row_sum,
         BLOCK_N=query_tile.stream,
         STAGES=config.early_loads(query_tile),
+        SPLIT=config.hopper(),
     )
     attention_dkdv_kernel[(chunks, B * x.k.shape[2])](
         **_attention_arguments(x, frames, key_tile),

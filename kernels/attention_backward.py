@@ -136,10 +136,11 @@ def attention_dq_kernel(
     moved_rows, total_blocks, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Pass of one query tile. dq is that of q_start with reflections, of q without. `incoming` is
-    the gradient of the queries at the start of the piece.
+    the gradient of the queries at the start of the piece. SPLIT: keys that every row sees have a
+    loop of their own, without a mask.
     """
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
     q_head = tl.program_id(1)
@@ -159,7 +160,6 @@ def attention_dq_kernel(
     gate_ptr += q_head * T
     offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
     logit_scale = scale * 1.4426950408889634
-    SPLIT: tl.constexpr = STAGES is not None  # two loops where their buffers fit
 
     row = tl.arange(0, CHUNK)
     rows = m0 + row

@@ -234,7 +234,7 @@ def _products_backward(
             "TILE": side,
             "PRECISION": x.precision,
             "num_warps": warps,
-            "num_stages": config.TREE_STAGES,
+            "num_stages": 3,
             "maxnreg": config.registers(x.q.dtype, config.TREE_REGISTERS),
         }
         partial = frames.products
@@ -295,7 +295,7 @@ def frames_backward(
             **strides(("dw", dw)),
             num_parents=count,
             total_blocks=tiles.total_blocks(T),
-            num_warps=config.CHUNK_PRODUCT_WARPS,
+            num_warps=4,
             num_stages=1,
         )
     if x.group > 1:
