@@ -11,6 +11,8 @@ and of 4 H need reflections, those of 4 HQ a gate:
     y = n HQ (DV b + 4)                             out and log-sum-exp
     forward     (R - 1) / R (x + y)
     backward    (R - 1) / R (2 x + y + n HQ DV b)
+
+A document mask adds (R - 1) 4 n to both.
 """
 
 from __future__ import annotations

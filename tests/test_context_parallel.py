@@ -249,12 +249,14 @@ def test_transfers_overlap_the_attention():
     ]
 
 
+@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_communication_is_what_the_formula_says(method):
+def test_communication_is_what_the_formula_says(method, documents):
     """Catches tensors sent twice, or in more bytes than needed (path_backend/exchange.py)."""
     layout = LAYOUTS["4, head-tail"]
     B, HQ, H, D, DV, R, P, n = 2, 4, 2, 16, 8, 4, 2, 2 * 40
-    inputs = make_inputs(160, B=B, HQ=HQ, H=H, D=D, DV=DV, gate=True, dtype=torch.bfloat16)
+    widths = dict(B=B, HQ=HQ, H=H, D=D, DV=DV)
+    inputs = make_inputs(160, **widths, gate=True, documents=documents, dtype=torch.bfloat16)
     sent = []
     simulate(inputs, gradient_of_out(inputs), layout, method, sent=sent)
     a = n * (H * (D + DV) * 2 + 4 * HQ)
@@ -263,15 +265,18 @@ def test_communication_is_what_the_formula_says(method):
     assert sent == [(R - 1) * (2 * a + g + 3 * m)] * R
 
 
-def test_communication_of_ulysses():
+@pytest.mark.parametrize("documents", [False, True])
+def test_communication_of_ulysses(documents):
     """Catches the same (path_backend/ulysses.py)."""
     B, HQ, H, D, DV, R, n = 2, 8, 4, 16, 8, 4, 2 * 40
-    inputs = make_inputs(160, B=B, HQ=HQ, H=H, D=D, DV=DV, gate=True, dtype=torch.bfloat16)
+    widths = dict(B=B, HQ=HQ, H=H, D=D, DV=DV)
+    inputs = make_inputs(160, **widths, gate=True, documents=documents, dtype=torch.bfloat16)
     sent = []
     simulate(inputs, gradient_of_out(inputs), LAYOUTS["4, head-tail"], "ulysses", sent=sent)
     x = n * (HQ * D * 2 + H * (2 * D + DV) * 2 + 4 * H + 4 * HQ)
     y = n * HQ * (DV * 2 + 4)
-    assert sent == [(R - 1) * (3 * x + 2 * y + n * HQ * DV * 2) // R] * R
+    masks = (R - 1) * 2 * 4 * n if documents else 0
+    assert sent == [(R - 1) * (3 * x + 2 * y + n * HQ * DV * 2) // R + masks] * R
 
 
 def test_the_backward_computes_no_attention_inside_pieces():
