@@ -20,11 +20,14 @@ from .chunk import load_factors
 from .tiles import (
     RUNTIME,
     blocks_of_level,
+    carry,
     dot,
     load_tile,
     rows_of_level,
     store_tile,
     tile_pointers,
+    turned,
+    unit_rows,
 )
 
 
@@ -59,77 +62,43 @@ def key_moves(first, half, T, PIECE: tl.constexpr):
 
 
 @triton.jit
-def unit_rows(t):
-    """Rows of t in fp32 in units of their largest entry, and these [ROWS, 1]. Reflections and
-    products of them make no row longer, so that it stays within fp16's range at every level.
-    """
-    size = tl.maximum(tl.max(tl.abs(t), 1), 1e-30)[:, None]
-    return t * (1.0 / size), size
-
-
-@triton.jit
 def load_product(ptr, index, wanted, SIZE: tl.constexpr):
     """Matrix `index` if `wanted`. Ahead of the rows' store, which takes as long as the load."""
     return tl.load(tile_pointers(ptr, index * SIZE, SIZE, SIZE, SIZE), mask=wanted, other=0.0)
 
 
 @triton.jit
-def carry(t, product, PRECISION: tl.constexpr):
-    """Rows in their units times a stored product: see `tiles.move`."""
-    if product.dtype == tl.float32:
-        return dot(t, product, PRECISION)
-    else:
-        return tl.dot(t.to(tl.float16), product)
-
-
-@triton.jit
-def sweep_queries(
-    t, product_ptr, levels_ptr, document, end_ptr, stride_et, first, T, num_levels, total_rows,
-    block_base, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+def sweep_rows(
+    t, product_ptr, levels_ptr, bound, end_ptr, stride_et, first, T, num_levels, total_rows,
+    block_base, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries t at the start of their chunk, at every level where they lie right; with end_ptr also
-    at the start of the piece.
+    """QUERIES t at the start of their chunk, at every level where they lie right of a token from
+    `bound` on, or keys at its end, where they lie left of one before `bound`; with end_ptr also at
+    that end of the piece. Reflections and their products make no row longer: rows in units stay
+    within fp16's range at every level.
     """
     t, size = unit_rows(t)
     row_base = 0
     for level in range(num_levels):
         half = CHUNK << level
         block = first // half
-        if (block % 2 == 1) & (block * half > document):
-            moves = query_moves(first, half, end_ptr is not None)
-            product = load_product(product_ptr, block_base + block - 1, moves, BLOCK_D)
+        if QUERIES:
+            stored = (block % 2 == 1) & (block * half > bound)
+        else:
+            stored = (block % 2 == 0) & ((block + 1) * half < bound)
+        if stored:
+            if QUERIES:
+                moves = query_moves(first, half, end_ptr is not None)
+                sibling = block_base + block - 1
+            else:
+                moves = key_moves(first, half, T, end_ptr is not None)
+                sibling = block_base + block + 1
+            product = load_product(product_ptr, sibling, moves, BLOCK_D)
             here = row_base + block // 2 * half + first % half
             store_tile(levels_ptr, here, BLOCK_D, total_rows, t * size, CHUNK, BLOCK_D, BLOCK_D)
             if moves:
-                t = carry(t, tl.trans(product), PRECISION)
-        row_base += rows_of_level(T, level, CHUNK)
-        block_base += blocks_of_level(T, half)
-    if end_ptr is not None:
-        store_tile(end_ptr, first, stride_et, T, t * size, CHUNK, BLOCK_D, HEAD_DIM)
-
-
-@triton.jit
-def sweep_keys(
-    t, product_ptr, levels_ptr, reach, end_ptr, stride_et, first, T, num_levels, total_rows,
-    block_base, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Keys t at the end of their chunk, at every level where they lie left of a block that has a
-    token before `reach`; with end_ptr also at the end of the piece.
-    """
-    t, size = unit_rows(t)
-    row_base = 0
-    for level in range(num_levels):
-        half = CHUNK << level
-        block = first // half
-        if (block % 2 == 0) & ((block + 1) * half < reach):
-            moves = key_moves(first, half, T, end_ptr is not None)
-            product = load_product(product_ptr, block_base + block + 1, moves, BLOCK_D)
-            here = row_base + block // 2 * half + first % half
-            store_tile(levels_ptr, here, BLOCK_D, total_rows, t * size, CHUNK, BLOCK_D, BLOCK_D)
-            if moves:
-                t = carry(t, product, PRECISION)
+                t = carry(t, turned(product, QUERIES), PRECISION)
         row_base += rows_of_level(T, level, CHUNK)
         block_base += blocks_of_level(T, half)
     if end_ptr is not None:
@@ -176,10 +145,11 @@ def sweep_kernel(
             document = tl.load(start_ptr + b * T + first)
         if q_start_ptr is not None:
             q_start_ptr += b * stride_sb + (h * GROUP + g) * stride_sh
-        sweep_queries(
+        sweep_rows(
             q.to(tl.float32) - dot(a, w, PRECISION), product_ptr,
             q_levels_ptr + q_head * total_rows * BLOCK_D, document, q_start_ptr, stride_st, first,
-            T, num_levels, total_rows, head * total_blocks, HEAD_DIM, BLOCK_D, CHUNK, PRECISION,
+            T, num_levels, total_rows, head * total_blocks, True, HEAD_DIM, BLOCK_D, CHUNK,
+            PRECISION,
         )  # fmt: skip
     else:
         reach = T  # no query at or after this position attends to the chunk
@@ -187,8 +157,8 @@ def sweep_kernel(
             reach = tl.load(end_ptr + b * T + tl.minimum(first + CHUNK, T) - 1)
         if k_end_ptr is not None:
             k_end_ptr += b * stride_eb + h * stride_eh
-        sweep_keys(
+        sweep_rows(
             k.to(tl.float32) - dot(dot(up, x, PRECISION), w, PRECISION), product_ptr,
             k_levels_ptr + head * total_rows * BLOCK_D, reach, k_end_ptr, stride_et, first, T,
-            num_levels, total_rows, head * total_blocks, HEAD_DIM, BLOCK_D, CHUNK, PRECISION,
+            num_levels, total_rows, head * total_blocks, False, HEAD_DIM, BLOCK_D, CHUNK, PRECISION,
         )  # fmt: skip

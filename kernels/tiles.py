@@ -240,6 +240,22 @@ def turned(x, TRANSPOSE: tl.constexpr):
 
 
 @triton.jit
+def unit_rows(t):
+    """Rows of t in fp32 in units of their largest entry, and these [ROWS, 1]."""
+    size = tl.maximum(tl.max(tl.abs(t), 1), 1e-30)[:, None]
+    return t * (1.0 / size), size
+
+
+@triton.jit
+def carry(t, product, PRECISION: tl.constexpr):
+    """Rows in their units times a stored product: see `move`."""
+    if product.dtype == tl.float32:
+        return dot(t, product, PRECISION)
+    else:
+        return tl.dot(t.to(tl.float16), product)
+
+
+@triton.jit
 def move(t, product, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     """Rows t in fp32 moved by a stored D x D product: t P, or t P^T if TRANSPOSED.
 
@@ -248,7 +264,7 @@ def move(t, product, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     large queries nor tiny gradients leave fp16's range.
     """
     if product.dtype == tl.float32:
-        return dot(t, turned(product, TRANSPOSED), PRECISION)
+        return carry(t, turned(product, TRANSPOSED), PRECISION)
     else:
-        size = tl.maximum(tl.max(tl.abs(t), 1), 1e-30)[:, None]
-        return tl.dot((t * (1.0 / size)).to(tl.float16), turned(product, TRANSPOSED)) * size
+        t, size = unit_rows(t)
+        return carry(t, turned(product, TRANSPOSED), PRECISION) * size
