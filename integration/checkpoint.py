@@ -16,7 +16,7 @@ from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 
-_OURS = re.compile(r"layers\.(\d+)\.attention\.path\.(.+)")
+OURS = re.compile(r"layers\.(\d+)\.attention\.path\.(.+)")
 _OURS_IN_HF = re.compile(r"model\.layers\.(\d+)\.self_attn\.path\.(.+)")
 # A buffer that balances experts while they train; Qwen3's layout has no place for it.
 _BALANCE = re.compile(r"layers\.\d+\.moe\.expert_bias")
@@ -38,7 +38,7 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
 
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
             """Raises ValueError for a parameter without a name there (Qwen3's would drop it)."""
-            ours, stock = _split(state_dict, _OURS)
+            ours, stock = _split(state_dict, OURS)
             known = self.from_hf_map.values()
             lost = [name for name in stock if re.sub(r"\d+", "{}", name, count=1) not in known]
             unknown = [name for name in lost if not _BALANCE.fullmatch(name)]
@@ -50,7 +50,7 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
                 logger.warning(f"Not in Hugging Face's layout, left out: {', '.join(lost)}")
             exported = super().to_hf(stock)
             for name, value in ours.items():
-                exported[_OURS.sub(r"model.layers.\1.self_attn.path.\2", name)] = value
+                exported[OURS.sub(r"model.layers.\1.self_attn.path.\2", name)] = value
             self._place_in_files(exported)
             self._exported = exported
             return exported

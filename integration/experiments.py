@@ -140,6 +140,7 @@ def run(job: Job, results: Path, work: Path, predictions: int, extra: Sequence[s
     from torchtitan.tools.logging import init_logger
 
     from path_backend.integration import evaluate
+    from path_backend.integration.job import load_job
 
     init_logger()
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -148,7 +149,7 @@ def run(job: Job, results: Path, work: Path, predictions: int, extra: Sequence[s
     shutil.rmtree(folder, ignore_errors=True)  # the trainer would go on from there
     arguments = job.arguments(work, extra)
     command = ("path-backend", "experiments", "--run", job.name)
-    config = evaluate.load_job(arguments)
+    config = load_job(arguments)
     started = time.monotonic()
     _train(config)
     seconds = time.monotonic() - started

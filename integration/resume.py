@@ -11,8 +11,9 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.checkpoint import DATALOADER, CheckpointManager
 
+from path_backend.integration.checkpoint import OURS
+
 _RANK = re.compile(rf"{DATALOADER}\.dp_rank_\d+")
-_OURS = re.compile(r"layers\.\d+\.attention\.path\.(.+)")
 
 
 def refuse_other_checkpoints() -> None:
@@ -31,7 +32,7 @@ def refuse_other_checkpoints() -> None:
 def check(state_dict: dict[str, Any], folder: str) -> None:
     """Raises ValueError if a folder lacks what `state_dict` asks for, as a job's own does not."""
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata.keys()
-    missing = {match[1] for name in state_dict.keys() - saved if (match := _OURS.fullmatch(name))}
+    missing = {match[2] for name in state_dict.keys() - saved if (match := OURS.fullmatch(name))}
     if missing:
         raise ValueError(
             f"{folder} must be of the same model.attention and [model.path], got one without "

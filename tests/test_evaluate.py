@@ -15,6 +15,7 @@ from torchtitan.tools import utils
 from trainer import ROOT
 
 from path_backend.integration import evaluate, perplexity, tasks
+from path_backend.integration.job import load_job
 from path_backend.integration.task_error import count_errors
 
 TEXT_JOB = ROOT / "configs" / "length_extrapolation.toml"
@@ -28,7 +29,7 @@ def start_from_checkout(monkeypatch):
 
 
 def make_job(*arguments, config=TASK_JOB):
-    return evaluate.load_job([f"--job.config_file={config}", *SMALL, *arguments])
+    return load_job([f"--job.config_file={config}", *SMALL, *arguments])
 
 
 def save(job, folder, step=3, extra=None):
@@ -89,7 +90,7 @@ def test_finds_the_checkpoint(tmp_path):
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_rope_beyond_the_trained_length(tmp_path, name):
     """RoPE's table ending at the trained length, or another one taken for longer sequences."""
-    job = evaluate.load_job(
+    job = load_job(
         [
             *(f"--job.config_file={TEXT_JOB}", f"--model.name={name}", "--training.seq_len=16"),
             *("--model.flavor=debugmodel", "--model.attention=default"),
@@ -143,7 +144,7 @@ def test_refuses_text_for_a_task(tmp_path):
 
 def test_refuses_a_length_for_text(tmp_path):
     """`--seq-len` accepted and ignored."""
-    job = evaluate.load_job([f"--job.config_file={TEXT_JOB}"])
+    job = load_job([f"--job.config_file={TEXT_JOB}"])
     with pytest.raises(ValueError, match="--seq-len must be left out for .*--factors, got 64"):
         evaluate.evaluate(job, tmp_path, predictions=1, seq_len=64, command="")
 
@@ -220,7 +221,7 @@ def run_command(*arguments):
 def test_command(tmp_path):
     """The command of the README failing, or figures that miss the file or TensorBoard."""
     overrides = ("--model.attention=path", "--training.seq_len=16", "--model.flavor=debugmodel")
-    job = evaluate.load_job([f"--job.config_file={TEXT_JOB}", *overrides])
+    job = load_job([f"--job.config_file={TEXT_JOB}", *overrides])
     save(job, tmp_path / "checkpoint", step=7)
     modules = tmp_path / "modules"
     modules.mkdir()

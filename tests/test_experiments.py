@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from trainer import ROOT
 
-from path_backend.integration import evaluate, experiments
+from path_backend.integration import experiments
 from path_backend.integration.experiments import Job, Pool, select
+from path_backend.integration.job import load_job
 
 # Stands for Python in the pool: does what the name of the job says.
 WORKER = """#!/usr/bin/env bash
@@ -70,7 +71,7 @@ def test_plan(plan, monkeypatch):
     first = {(job.config, job.attention): job for job in reversed(plan)}
     assert len(first) == 4 * len(experiments.ATTENTIONS) + 5
     for job in first.values():
-        config = evaluate.load_job(job.arguments(ROOT / "outputs", ["--training.steps=3"]))
+        config = load_job(job.arguments(ROOT / "outputs", ["--training.steps=3"]))
         assert config.model.attention == job.attention
         assert config.training.steps == 3
         assert config.job.dump_folder.endswith(f"outputs/{job.name}")
