@@ -8,7 +8,8 @@ Rows appear as they are measured; one that fails says why in its last column. Al
 of a shape get the same q, k, v, w, beta and gate, in bf16 (w, beta and gates in fp32 where a peer
 asks for it), and the L2 cache is cleared before each timed run. Forward is timed without autograd,
 forward + backward ("both") with all gradients. Peak memory is what forward + backward add to the
-inputs. Ratios are to SDPA's FlashAttention-2 on the same shape in the same run.
+inputs. Ratios, of time and of memory, are to SDPA's FlashAttention-2 on the same shape in the same
+run.
 
 Peers: SDPA of torch; with the wheel fla-core (tested: 0.6.0), flash-linear-attention's PaTH,
 PaTH-FoX and FoX. Pictures need matplotlib.
@@ -64,12 +65,18 @@ def draw(shape: Shape) -> Inputs:
 
 
 def clock(function: Callable[[], Any], milliseconds: int) -> list[float]:
-    """Median, 20th and 80th percentile of a call, in ms."""
+    """Median, 20th and 80th percentile of a call, in ms. Calls take `milliseconds` together, or
+    there are at least five."""
     from triton.testing import do_bench
 
-    return do_bench(
-        function, warmup=max(25, milliseconds // 4), rep=milliseconds, quantiles=[0.5, 0.2, 0.8]
-    )
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    function()
+    begin.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    rep = max(milliseconds, int(6 * begin.elapsed_time(end)))
+    return do_bench(function, warmup=max(25, rep // 4), rep=rep, quantiles=[0.5, 0.2, 0.8])
 
 
 def peak_memory(function: Callable[[], Any]) -> float:
@@ -141,30 +148,43 @@ def speed_table(args: argparse.Namespace) -> Rows:
 
 
 def documents_table(args: argparse.Namespace) -> Rows:
-    """Ours at the longest length: one document, and documents of `--document-length` tokens."""
+    """Ours at the longest length: without a mask, with one document (what the mask costs), and
+    documents of `--document-length` tokens."""
     yield "implementation,B,T,HQ,H,D,document,forward_ms,both_ms,times_faster,note".split(",")
     for shape in shapes(args, longest_only=True):
         inputs = None if args.dry_run else draw(shape)
         for name in (x for x in args.only if x in OURS):
-            whole = None
-            for length in (shape.T, args.document_length):
+            without = None
+            for length in (None, shape.T, args.document_length):
+                label = "no mask" if length is None else length
                 if inputs is None:
-                    yield [name, *shape, length]
+                    yield [name, *shape, label]
                     continue
-                position = torch.arange(shape.T, dtype=torch.int32, device=DEVICE)
-                start = (position // length * length).expand(shape.B, -1)
-                packed = inputs._replace(document_start=start.contiguous())
-                times, note = guarded(name, packed, lambda problem: measure(problem, args.rep))
-                whole = times if length == shape.T else whole
+                times, note = guarded(
+                    name, packed(inputs, length), lambda problem: measure(problem, args.rep)
+                )
+                without = times if length is None else without
                 cells = numbers(times and times[FORWARD : BOTH + 1 : BOTH], 2)
-                yield [name, *shape, length, *cells, ratio(whole, times, BOTH), note]
+                yield [name, *shape, label, *cells, ratio(without, times, BOTH), note]
+
+
+def packed(inputs: Inputs, length: int | None) -> Inputs:
+    """The inputs with a mask of documents of `length` tokens, without one for None."""
+    if length is None:
+        return inputs
+    B, T = inputs.q.shape[:2]
+    position = torch.arange(T, dtype=torch.int32, device=DEVICE)
+    start = (position // length * length).expand(B, -1)
+    return inputs._replace(document_start=start.contiguous())
 
 
 def memory_table(args: argparse.Namespace) -> Rows:
-    """Peak memory of forward + backward over the length, one sequence each."""
-    yield "implementation,B,T,HQ,H,D,peak_gib,growth,note".split(",")
+    """Peak memory of forward + backward over the length, one sequence each; growth is that from
+    the length before."""
+    yield "implementation,B,T,HQ,H,D,peak_gib,ratio,growth,note".split(",")
     for HQ, H in args.heads:
         for D in args.widths:
+            reference: dict[int, float | None] = {}
             for name in args.only:
                 previous = None
                 for T in args.memory_lengths:
@@ -177,15 +197,12 @@ def memory_table(args: argparse.Namespace) -> Rows:
                         draw(shape),
                         lambda problem: peak_memory(forward_and_backward(problem)),
                     )
-                    growth = f"{peak / previous:.2f}" if peak and previous else ""
+                    if name == REFERENCE:
+                        reference[T] = peak
+                    ratios = [quotient(peak, reference.get(T)), quotient(peak, previous)]
                     previous = peak
-                    yield [
-                        name,
-                        *shape,
-                        *numbers(None if peak is None else [peak], 1),
-                        growth,
-                        note,
-                    ]
+                    size = "" if peak is None else f"{peak:.4f}"
+                    yield [name, *shape, size, *ratios, note]
 
 
 HARD: dict[str, dict[str, Any]] = {
@@ -283,7 +300,11 @@ def profile(problem: Problem, steps: int = 5) -> list[tuple[str, float, float]]:
 
 
 def ratio(above: list[float] | None, below: list[float] | None, index: int) -> str:
-    return "" if above is None or below is None else f"{above[index] / below[index]:.3f}"
+    return "" if above is None or below is None else quotient(above[index], below[index])
+
+
+def quotient(above: float | None, below: float | None) -> str:
+    return "" if above is None or below is None else f"{above / below:.3f}"
 
 
 def numbers(values: Iterable[float] | None, count: int) -> list[str]:
@@ -291,10 +312,11 @@ def numbers(values: Iterable[float] | None, count: int) -> list[str]:
 
 
 def shapes(args: argparse.Namespace, longest_only: bool = False) -> Iterator[Shape]:
-    """`--tokens` tokens per call, in one sequence where that is longer."""
-    for D in args.widths:
-        for HQ, H in args.heads:
-            for T in (max(args.lengths),) if longest_only else args.lengths:
+    """`--tokens` tokens per call, in one sequence where that is longer. Lengths in their order on
+    the command line: what matters most can come first."""
+    for T in (max(args.lengths),) if longest_only else args.lengths:
+        for D in args.widths:
+            for HQ, H in args.heads:
                 yield Shape(max(1, args.tokens // T), T, HQ, H, D)
 
 
@@ -406,7 +428,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--widths", nargs="+", type=int, default=[128, 64], metavar="D")
     add("--heads", nargs="+", type=head_pair, default=heads, metavar="HQ/H", help="16/16 32/8")
     add("--tokens", type=int, default=16384, help="tokens per call, B = tokens / T (default 16384)")
-    add("--rep", type=int, default=200, help="milliseconds of each measurement (default 200)")
+    help_rep = "milliseconds of each measurement, but at least five calls (default 200)"
+    add("--rep", type=int, default=200, help=help_rep)
     add("--document-length", type=int, default=2048, metavar="T")
     add("--accuracy-length", type=int, default=4096, metavar="T")
     lengths = [8192, 16384, 32768, 65536, 131072]

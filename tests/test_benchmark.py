@@ -12,7 +12,7 @@ TINY = "--lengths 70 130 --widths 16 --heads 2/1 --tokens 130 --rep 1".split()
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Interpreted kernels in fp32, counted seconds and bytes."""
+    """Interpreted kernels in fp32, counted seconds, made-up bytes."""
     pytest.importorskip("triton")
     ticks = iter(range(1, 1000))
 
@@ -21,8 +21,9 @@ def on_cpu(monkeypatch):
         return [float(next(ticks))] * 3
 
     def peak_memory(function):
-        function()
-        return 0.5
+        """The tokens, twice with reflections."""
+        grads = function()
+        return float(grads[0].shape[1] * (2 if len(grads) > 3 else 1))
 
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     monkeypatch.setattr(benchmark, "DTYPE", torch.float32)
@@ -47,11 +48,18 @@ def test_dry_run_lists_every_row(capsys):
     assert {("8", "2048", "16", "16", "128"), ("1", "32768", "32", "8", "64")} <= shapes
 
 
+def test_lengths_come_in_the_order_asked_for(capsys):
+    """Catches what matters most measured last, where a time limit cuts it off."""
+    (rows,) = output(capsys, "--dry-run", "--only", "path", "--lengths", "8192", "2048")
+    assert [row["T"] for row in rows] == 4 * ["8192"] + 4 * ["2048"]
+    assert [row["D"] for row in rows] == 2 * (2 * ["128"] + 2 * ["64"])
+
+
 def test_dry_run_of_every_table(capsys):
     """Catches an option that selects no table, or another one."""
     options = [f"--{name}" for name in benchmark.TABLES]
     tables = output(capsys, "--dry-run", "--only", "path", "fla_path", *options)
-    assert [len(table) for table in tables] == [24, 24, 8, 40, 24]
+    assert [len(table) for table in tables] == [24, 24, 12, 40, 24]
 
 
 MISUSES = [
@@ -107,11 +115,14 @@ def test_accuracy_is_measured_on_what_was_run(capsys, on_cpu):
 
 def test_documents_and_memory(capsys, on_cpu):
     """Catches a speed-up measured without the mask, and growth against another implementation."""
-    options = "--documents --memory --document-length 32 --memory-lengths 64 130 --only path"
-    documents, memory = output(capsys, *options.split(), *TINY)
-    assert [row["document"] for row in documents] == ["130", "32"]
-    assert [row["times_faster"] for row in documents] == ["1.000", "0.500"]
-    assert [row["growth"] for row in memory] == ["", "1.00"]
+    options = "--documents --memory --document-length 32 --memory-lengths 64 128"
+    names = ("--only", "path", "sdpa_flash")
+    documents, memory = output(capsys, *options.split(), *names, *TINY)
+    assert [row["document"] for row in documents] == ["no mask", "130", "32"]
+    assert [row["times_faster"] for row in documents] == ["1.000", "0.500", "0.333"]
+    assert [row["implementation"] for row in memory] == ["sdpa_flash"] * 2 + ["path"] * 2
+    assert [row["growth"] for row in memory] == ["", "2.000", "", "2.000"]
+    assert [row["ratio"] for row in memory] == ["1.000", "1.000", "2.000", "2.000"]
 
 
 def test_expanded_heads_are_announced(monkeypatch):
