@@ -5,6 +5,8 @@ computes bf16 products wrongly and is given fp32 and fp16. Memory from torch.emp
 throughout. bf16 and real sizes: test_kernel_sizes.py.
 """
 
+import importlib
+import pkgutil
 from functools import partial
 
 import pytest
@@ -30,7 +32,11 @@ from path_backend.reference import path_attention_reference
 from path_backend.testing import assert_exact, make_inputs, relative_error, run
 
 triton = pytest.importorskip("triton")
+from triton.runtime.jit import KernelInterface  # noqa: E402
+
 from path_backend.kernels import config, launch  # noqa: E402
+from path_backend.kernels.frames import make_frames  # noqa: E402
+from path_backend.kernels.inputs import prepare  # noqa: E402
 
 pytestmark = NAN_IN_ALL_MEMORY
 
@@ -175,6 +181,86 @@ def test_gates_far_from_the_start_keep_their_differences():
 
 
 # Promises beside the numbers
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """A list that grows by (kernel, keyword arguments) at each launch."""
+    launches, start = [], KernelInterface.__getitem__
+
+    def recorded(kernel, grid):
+        def call(**arguments):
+            launches.append((kernel, arguments))
+            return start(kernel, grid)(**arguments)
+
+        return call
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", recorded)
+    return launches
+
+
+def test_every_kernel_runs_here(launches, monkeypatch):
+    """Catches a kernel that no test on a CPU would run: here each of the package is launched."""
+    monkeypatch.setattr(config, "PRODUCT_ROWS", 64)
+    inputs = on_device(260, H=1, gate=True, documents=True)
+    run(kernels, inputs)
+    q, k, v = inputs.map(torch.detach)[:3]
+    out, lse = torch.zeros_like(q), q.new_zeros(1, 2, 260)
+    launch.rectangle_forward(q, k, v, None, None, None, 1.0, out, lse)
+    launch.rectangle_backward(out, q, k, v, None, None, None, lse, lse, 1.0)
+    package = importlib.import_module("path_backend.kernels")
+    modules = [
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(package.__path__)
+    ]
+    expected = {
+        name
+        for module in modules
+        for name, x in vars(module).items()
+        if isinstance(x, KernelInterface) and name.endswith("_kernel")
+    }
+    assert len(expected) >= 10
+    assert {kernel.fn.__name__ for kernel, _ in launches} == expected
+
+
+OF_KEYS = "k v w beta inverse product k_levels dk dk_moved dk_end dv dw d_beta dx gradient".split()
+
+
+def test_tensors_of_keys_do_not_grow_with_the_query_heads(launches, monkeypatch):
+    """Catches k, v, w, or what is made of them, expanded to every query head."""
+    monkeypatch.setattr(config, "PRODUCT_ROWS", 64)
+
+    def sizes(HQ):
+        launches.clear()
+        run(kernels, on_device(260, HQ=HQ, H=1, gate=True))
+        return {
+            (kernel.fn.__name__, name, i): arguments[f"{name}_ptr"].shape
+            for i, (kernel, arguments) in enumerate(launches)
+            for name in OF_KEYS
+            if isinstance(arguments.get(f"{name}_ptr"), torch.Tensor)
+        }
+
+    one = sizes(1)
+    assert {"k", "v", "w", "k_levels", "dk", "dv", "dw"} <= {name for _, name, _ in one}
+    assert sizes(4) == one
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("w", ["random", "constant"])
+def test_the_triangular_solve_is_exact_to_fp32(w, dtype):
+    """Catches tf32 in it (errors of 8e-3 for nearly parallel w) and the doubling series (1e20)."""
+    x = on_device(128, dtype, D=64, w=w, beta="two").map(torch.detach)
+    actual = make_frames(prepare(*x[:6], None, 1.0)).inverse
+    w = x.w.double().transpose(1, 2).unflatten(2, (-1, 64))
+    beta = x.beta.double().transpose(1, 2).unflatten(2, (-1, 64))
+    eye = torch.eye(64, dtype=torch.float64, device=DEVICE)
+    triangle = eye + (beta[..., None] * (w @ w.mT)).triu(1)
+    exact = torch.linalg.inv(triangle)
+    plain = torch.linalg.solve_triangular(triangle.float(), eye.float(), upper=True)
+    limit = 2 * relative_error(plain, exact) + torch.finfo(torch.float32).eps
+    assert relative_error(actual, exact) < limit
 
 
 @pytest.mark.parametrize("kind", KINDS)
