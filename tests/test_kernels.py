@@ -24,6 +24,7 @@ from kernel_checks import (
     gradient_of_out,
     kernels,
     on_device,
+    torch_form,
 )
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -39,6 +40,11 @@ from path_backend.kernels.frames import make_frames  # noqa: E402
 from path_backend.kernels.inputs import prepare  # noqa: E402
 
 pytestmark = NAN_IN_ALL_MEMORY
+
+
+def gpu(**case):
+    """A case for the card alone, in which test_kernel_sizes.py compiles the same kernels."""
+    return pytest.param(case, marks=pytest.mark.gpu)
 
 
 def starts(T, *begins):
@@ -245,13 +251,14 @@ def test_tensors_of_keys_do_not_grow_with_the_query_heads(launches, monkeypatch)
     assert sizes(4) == one
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-)
+DTYPES = [dict(dtype=torch.float16), gpu(dtype=torch.bfloat16)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("w", ["random", "constant"])
 def test_the_triangular_solve_is_exact_to_fp32(w, dtype):
     """Catches tf32 in it (errors of 8e-3 for nearly parallel w) and the doubling series (1e20)."""
-    x = on_device(128, dtype, D=64, w=w, beta="two").map(torch.detach)
+    x = on_device(128, **dtype, D=64, w=w, beta="two").map(torch.detach)
     actual = make_frames(prepare(*x[:6], None, 1.0)).inverse
     w = x.w.double().transpose(1, 2).unflatten(2, (-1, 64))
     beta = x.beta.double().transpose(1, 2).unflatten(2, (-1, 64))
@@ -264,9 +271,10 @@ def test_the_triangular_solve_is_exact_to_fp32(w, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_linear_in_the_gradient_of_the_output(kind):
+@pytest.mark.parametrize("size", [dict(T=140), gpu(T=330, D=64, dtype=torch.bfloat16)], ids=str)
+def test_gradients_are_linear_in_the_gradient_of_the_output(size, kind):
     """Catches an fp16 tensor or an epsilon in the backward: powers of two scale every bit alike."""
-    inputs = on_device(140, **KINDS[kind])
+    inputs = on_device(**size, **KINDS[kind])
     d_out = gradient_of_out(inputs)
     expected = run(kernels, inputs, d_out)
     actual = run(kernels, inputs, d_out * 2**-27)
@@ -274,14 +282,15 @@ def test_gradients_are_linear_in_the_gradient_of_the_output(kind):
         assert torch.equal(actual[name] * 2**27, expected[name]), name
 
 
-def test_small_gradients_survive_fp16_inputs():
+@pytest.mark.parametrize("size", [dict(T=140), gpu(T=2000, D=64)], ids=str)
+def test_small_gradients_survive_fp16_inputs(size):
     """Catches fp16 in the backward of fp16 inputs: at 1e-7 it has no digits left.
 
     beta and the gate take fp32 gradients, so those are where the loss would show.
     """
-    inputs = on_device(140, torch.float16, gate=True)
+    inputs = on_device(**size, dtype=torch.float16, **KINDS["path_fox"])
     d_out = gradient_of_out(inputs, 2.0**-10)
-    exact = run(path_attention_reference, inputs.leaves(torch.float64), d_out)
+    exact = run(torch_form, inputs.leaves(torch.float64), d_out)
     actual = run(kernels, inputs, d_out)
     for name in ("dbeta", "dlog_gate"):
         assert relative_error(actual[name], exact[name]) < LIMITS[torch.float16][2], name
