@@ -70,6 +70,8 @@ LAYOUTS = [
     Layout("FSDP2 x CP2", shard=2, context=2),
     Layout("TP2 x CP2", tensor=2, context=2),
     Layout("PP2 x CP2", pipeline=2, context=2),
+    Layout("FSDP2 x CP4", shard=2, context=4),
+    Layout("FSDP2 x TP2 x CP2", shard=2, tensor=2, context=2),
     Layout("FSDP2, selective checkpointing by layer", BY_LAYER, shard=2),
     Layout("FSDP2, selective checkpointing by op", BY_OP, shard=2),
     Layout("FSDP2, full checkpointing", FULL, shard=2),
