@@ -50,13 +50,13 @@ class Shape(NamedTuple):
     D: int
 
 
-def draw(shape: Shape) -> Inputs:
+def draw(shape: Shape, device: str | None = None) -> Inputs:
     """Random inputs, made on the device: beta 2 sigmoid(N(0, 1)), gates logsigmoid(3 + N(0, 1))."""
     B, T, HQ, H, D = shape
-    generator = torch.Generator(DEVICE).manual_seed(0)
+    generator = torch.Generator(device or DEVICE).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, device=DEVICE, generator=generator)
+        return torch.randn(*size, device=generator.device, generator=generator)
 
     q, k, v = (normal(B, T, heads, D).to(DTYPE) for heads in (HQ, H, H))
     w = F.normalize(normal(B, T, H, D), dim=-1).to(DTYPE)

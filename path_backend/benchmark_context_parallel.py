@@ -1,22 +1,28 @@
-"""Context parallelism on the GPUs of one host beside one GPU: time, memory, exposed communication.
+"""Context parallelism on the GPUs of one host beside one GPU: time, memory, communication.
 
-    torchrun --nproc_per_node 2 -m path_backend.benchmark_context_parallel > results.csv
+    torchrun --nproc_per_node 8 -m path_backend.benchmark_context_parallel > results.csv
 
 Rows come from rank 0 as they are measured. A time is that of the slowest rank, the median of
 `--rep` runs; "both" is forward + backward with all gradients. Communication is exposed while a
 rank's collectives run and none of its other kernels does; that, and the time in collectives, is the
 mean of the ranks in one profiled run. Peak memory is what forward + backward add to the inputs, on
-the rank that needs most. A row of 1 rank is `path_attention` on one GPU, the others idle; it is the
-only one of a run on one rank.
+the rank that needs most. Bytes are those that a rank sends in both directions, counted and by the
+formula (`bytes_sent`). A row of 1 rank is `path_attention` on one GPU, the others idle; it is the
+only one of a run on one rank, and `--single` takes it from the output of an earlier run.
+
+Without a GPU ranks meet by gloo and run the torch form: bytes are then what a row is good for.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,67 +31,118 @@ from torch import Tensor
 from path_backend.attention import path_attention
 from path_backend.benchmark import Shape, draw, head_pair, preamble
 from path_backend.context_parallel import ROTATE_METHODS, Layout, context_parallel_attention
+from path_backend.exchange import GroupTransport
 from path_backend.testing import Inputs
 
 HEADER = (
     "attention,method,ranks,B,T,HQ,H,D,forward_ms,both_ms,speedup,efficiency,exposed_ms,"
-    "collectives_ms,peak_gib"
+    "collectives_ms,peak_gib,sent_mb,formula_mb"
 )
 ATTENTIONS = {"path": ("log_gate",), "path_fox": (), "fox": ("w", "beta")}
 """Inputs that each attention leaves out."""
 
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+NAN = float("nan")
+
 Step = Callable[[], Any]
+
+
+class Case(NamedTuple):
+    attention: str
+    shape: Shape
+
+
+class Row(NamedTuple):
+    """What is measured of a case; nan where a machine without a GPU cannot tell."""
+
+    method: str
+    ranks: int
+    forward_ms: float
+    both_ms: float
+    exposed_ms: float
+    collectives_ms: float
+    peak_gib: float
+    sent_mb: float
+    formula_mb: float
 
 
 def main() -> None:
     args = parse(sys.argv[1:])
-    dist.init_process_group("nccl")
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    if rank == 0:
-        print(*(f"# {line}" for line in preamble(__spec__.name)), HEADER, sep="\n", flush=True)
-    for T in args.lengths:
-        HQ, H = args.heads
-        shape = Shape(1, T, HQ, H, args.width)
-        for attention in args.attention:
-            single = None
-            for row in measure(shape, attention, args):
-                single = row[2] if row[1] == 1 else single
-                if rank == 0:
-                    print_row(shape, attention, single, *row)
+    dist.init_process_group("nccl" if GPU else "gloo")
+    if GPU:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    report(args)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(
-    shape: Shape, attention: str, args: argparse.Namespace
-) -> Iterator[tuple[str, int, list[float], list[float], float]]:
-    """(method, ranks, forward and both in ms, exposed and collectives in ms, GiB) of each row."""
-    absent: dict[str, Any] = dict.fromkeys(ATTENTIONS[attention])
-    inputs = draw(shape)._replace(**absent)
+def report(args: argparse.Namespace) -> None:
+    """Measures every case; rank 0 prints. All ranks of the default group must call."""
+    first = dist.get_rank() == 0
+    if first:
+        print(*(f"# {line}" for line in preamble(__spec__.name)), HEADER, sep="\n", flush=True)
+    known = read_single(args.single) if args.single else {}
+    for T in args.lengths:
+        for attention in args.attention:
+            HQ, H = args.heads
+            case = Case(attention, Shape(1, T, HQ, H, args.width))
+            single = known.get(case)
+            for row in measure(case, args):
+                single = row.both_ms if row.ranks == 1 else single
+                if first:
+                    print_row(case, row, single)
+        args.warmup = 0  # the kernels are compiled
+
+
+def measure(case: Case, args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of a case."""
+    absent: dict[str, Any] = dict.fromkeys(ATTENTIONS[case.attention])
+    inputs = draw(case.shape, DEVICE)._replace(**absent)
     ranks = dist.get_world_size()
-    if args.single:
+    if args.measure_single and not args.single:
         steps = steps_of(inputs, path_attention) if dist.get_rank() == 0 else None
-        yield "", 1, *clock(steps, args, communicates=False)
+        yield clock("", 1, steps, args)
         del steps
-        torch.cuda.empty_cache()
+        empty_cache()
     if ranks == 1:
         return
-    layout = Layout.head_tail(ranks, shape.T // (2 * ranks))
+    layout = Layout.head_tail(ranks, case.shape.T // (2 * ranks))
     local = inputs.map(lambda x: take(x, layout))
     del inputs
     for method in args.method:
         options = {"layout": layout, "group": dist.group.WORLD, "rotate_method": method}
         steps = steps_of(local, context_parallel_attention, **options)
-        yield method, ranks, *clock(steps, args)
+        formula = sum(bytes_sent(local, ranks, pieces=2, method=method))
+        yield clock(method, ranks, steps, args)._replace(formula_mb=formula / 1e6)
         del steps
-        torch.cuda.empty_cache()
+        empty_cache()
 
 
 def take(x: Tensor, layout: Layout) -> Tensor:
     """This rank's tokens of [B, T, ...]."""
     starts = layout.starts[dist.get_rank()]
     return torch.cat([x[:, start : start + layout.length] for start in starts], dim=1)
+
+
+def bytes_sent(x: Inputs, ranks: int, pieces: int, method: str) -> tuple[int, int]:
+    """Bytes that a rank sends forward and backward, by README's formula (exchange.py, ulysses.py).
+
+    x: a rank's inputs, not in fp64; pieces: how many of the sequence a rank holds.
+    """
+    (B, T, HQ, D), (H, DV), b = x.q.shape, x.v.shape[2:], x.q.element_size()
+    n, reflections, gate = B * T, x.w is not None, x.log_gate is not None
+    if method == "ulysses":
+        moved = (HQ * D + H * (D + DV)) * b + reflections * H * (D * b + 4) + gate * 4 * HQ
+        results = HQ * (4 + DV * b)
+        mask = 0 if x.document_start is None else (ranks - 1) * 4 * n
+        share = (ranks - 1) * n
+        forward, backward = moved + results, 2 * moved + results + HQ * DV * b
+        return share * forward // ranks + mask, share * backward // ranks + mask
+    a = n * (H * (D + DV) * b + gate * 4 * HQ)
+    g = 4 * n * (H * (D + DV) + gate * HQ)
+    m = B * pieces * (reflections * 4 * H * D**2 + gate * 8 * HQ)
+    return (ranks - 1) * (a + m), (ranks - 1) * (a + g + 2 * m)
 
 
 def steps_of(inputs: Inputs, function: Callable[..., Tensor], **options: Any) -> tuple[Step, Step]:
@@ -97,61 +154,67 @@ def steps_of(inputs: Inputs, function: Callable[..., Tensor], **options: Any) ->
         with torch.no_grad():
             return inputs.call(function, **options)
 
-    d_out = torch.randn_like(forward())
+    d_out = torch.randn_like(inputs.q)  # values are as wide
     return forward, lambda: torch.autograd.grad(inputs.call(function, **options), leaves, d_out)
 
 
 def clock(
-    steps: tuple[Step, Step] | None, args: argparse.Namespace, communicates: bool = True
-) -> tuple[list[float], list[float], float]:
-    """Times of both steps, communication of the second, its peak memory. Every rank calls; one
-    without steps waits.
-    """
+    method: str, ranks: int, steps: tuple[Step, Step] | None, args: argparse.Namespace
+) -> Row:
+    """The row of two steps. Every rank calls; one without steps waits."""
     forward, both = steps or (lambda: None, lambda: None)
-    times = [timed(step, args.rep, args.warmup) for step in (forward, both)]
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    both()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    total = torch.tensor(communication_of(both) if communicates else [0.0, 0.0], device="cuda")
-    dist.all_reduce(total)
-    largest = torch.tensor(peak, device="cuda")
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return times, (total / dist.get_world_size()).tolist(), largest.item()
+    forward_ms = timed(forward, args.rep, args.warmup)
+    before, sent = allocated(), GroupTransport.sent
+    both_ms = timed(both, args.rep, args.warmup)
+    sent = (GroupTransport.sent - sent) // (args.rep + args.warmup)
+    peak = (allocated(peak=True) - before) / 2**30
+    exposed, collectives = communication_of(both) if ranks > 1 else (0.0, 0.0)
+    peak, sent_mb = over_ranks([peak, sent / 1e6], dist.ReduceOp.MAX)
+    sums = over_ranks([exposed, collectives], dist.ReduceOp.SUM)
+    exposed, collectives = (x / dist.get_world_size() for x in sums)
+    return Row(method, ranks, forward_ms, both_ms, exposed, collectives, peak, sent_mb, 0.0)
 
 
 def timed(step: Step, repetitions: int, warmup: int) -> float:
-    """Median over the runs of the slowest rank's time, in ms."""
+    """Median over the runs of the slowest rank's time, in ms. The last run's peak memory stays."""
     times = []
     for i in range(warmup + repetitions):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         dist.barrier()
-        torch.cuda.synchronize()
-        begin.record()
+        synchronize()
+        if GPU:
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
         step()
-        end.record()
-        torch.cuda.synchronize()
-        slowest = torch.tensor(begin.elapsed_time(end), device="cuda")
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        synchronize()
+        (slowest,) = over_ranks([1e3 * (time.perf_counter() - begin)], dist.ReduceOp.MAX)
         if i >= warmup:
-            times.append(slowest.item())
+            times.append(slowest)
     return statistics.median(times)
 
 
-def communication_of(step: Step) -> list[float]:
+def over_ranks(numbers: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    """The sum or maximum of each number over all ranks."""
+    total = torch.tensor(numbers, dtype=torch.float64, device=DEVICE)
+    dist.all_reduce(total, op=op)
+    return total.tolist()
+
+
+def communication_of(step: Step) -> tuple[float, float]:
     """ms in which collectives run alone, and ms in which they run at all."""
+    if not GPU:
+        return NAN, NAN
     for profiled in (dist.barrier, step):  # the first starts the profiler, each rank in its time
         dist.barrier()
-        torch.cuda.synchronize()
+        synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             profiled()
-            torch.cuda.synchronize()
+            synchronize()
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in profiler.events():
         if event.device_type.name == "CUDA":
             spans["nccl" in event.name].append((event.time_range.start, event.time_range.end))
     everything = covered(spans[True] + spans[False])
-    return [(everything - covered(spans[False])) / 1e3, covered(spans[True]) / 1e3]
+    return (everything - covered(spans[False])) / 1e3, covered(spans[True]) / 1e3
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
@@ -163,19 +226,42 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def print_row(
-    shape: Shape,
-    attention: str,
-    single: list[float] | None,
-    method: str,
-    ranks: int,
-    times: list[float],
-    communication: list[float],
-    peak: float,
-) -> None:
-    speedup = single[1] / times[1] if single else float("nan")
-    numbers = [*times, speedup, speedup / ranks, *communication, peak]
-    print(attention, method, ranks, *shape, *(f"{x:.3f}" for x in numbers), sep=",", flush=True)
+def allocated(peak: bool = False) -> float:
+    """Bytes of device memory in use, now or at most."""
+    if not GPU:
+        return NAN
+    return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+
+
+def synchronize() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    if GPU:
+        torch.cuda.empty_cache()
+
+
+def print_row(case: Case, row: Row, single: float | None) -> None:
+    """single: forward + backward on one GPU, in ms."""
+    speedup = single / row.both_ms if single else NAN
+    numbers = [row.forward_ms, row.both_ms, speedup, speedup / row.ranks, *row[4:]]
+    cells = (case.attention, row.method, row.ranks, *case.shape, *(f"{x:.3f}" for x in numbers))
+    print(*cells, sep=",", flush=True)
+
+
+def read_single(path: Path) -> dict[Case, float]:
+    """Forward + backward on one GPU, in ms, of every case in the output of an earlier run."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    times = {}
+    for row in csv.DictReader(lines):
+        if row["ranks"] == "1":
+            shape = Shape(*(int(row[name]) for name in Shape._fields))
+            times[Case(row["attention"], shape)] = float(row["both_ms"])
+    if not times:
+        raise ValueError(f"{path} holds no row of 1 rank with the columns {HEADER}")
+    return times
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -189,8 +275,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=["path"])
     parser.add_argument("--method", nargs="+", choices=ROTATE_METHODS, default=ROTATE_METHODS)
     parser.add_argument("--rep", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=2, help="runs before those that count")
-    parser.add_argument("--no-single", dest="single", action="store_false", help="skip one GPU")
+    parser.add_argument(
+        "--warmup", type=int, default=2, help="runs before those that count, of the first length"
+    )
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--single", type=Path, help="output of an earlier run with rows of one GPU")
+    one.add_argument("--no-single", dest="measure_single", action="store_false", help="skip them")
     return parser.parse_args(arguments)
 
 

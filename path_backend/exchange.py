@@ -66,6 +66,9 @@ class GroupTransport:
     in a crash once in some ten thousand calls (torch 2.13).
     """
 
+    sent: ClassVar[int] = 0
+    """Bytes that this process has sent in all its groups, without what `compare` sends."""
+
     _agreed: ClassVar[set[tuple[str, str]]] = set()
     _NOTE = 512  # bytes
 
@@ -76,6 +79,10 @@ class GroupTransport:
         self.group, self.name, self.rank, self.ranks = group, group_name, group.rank(), group.size()
 
     def all_gather(self, x: Tensor) -> Wait:
+        GroupTransport.sent += x.nbytes * (self.ranks - 1)
+        return self._gather(x)
+
+    def _gather(self, x: Tensor) -> Wait:
         if x.device.type == "cpu":
             gathered = x.new_empty(self.ranks * x.numel())
             dist.all_gather_into_tensor(gathered, x.contiguous().flatten(), group=self.group)
@@ -87,6 +94,7 @@ class GroupTransport:
         if x.device.type == "cpu":
             shares = self.all_to_all(x)
             return lambda: shares().sum(0)
+        GroupTransport.sent += x[0].nbytes * (self.ranks - 1)
         y = _collectives.reduce_scatter_tensor(
             x.contiguous().flatten(0, 1), "sum", self.ranks, self.name
         )
@@ -104,6 +112,7 @@ class GroupTransport:
 
     def _exchange(self, x: Tensor, received: list[int], sent: list[int]) -> Wait:
         """Sends parts of x of these sizes to the ranks; what came has x's shape."""
+        GroupTransport.sent += (sum(sent) - sent[self.rank]) * x.element_size()
         flat = x.contiguous().flatten()
         if x.device.type == "cpu":
             arrived = torch.empty_like(flat)
@@ -125,7 +134,7 @@ class GroupTransport:
         device: one that the group works on.
         """
         note = description.encode()[: self._NOTE].ljust(self._NOTE)
-        notes = self.all_gather(torch.tensor(list(note), dtype=torch.uint8, device=device))()
+        notes = self._gather(torch.tensor(list(note), dtype=torch.uint8, device=device))()
         texts = [bytes(x).decode(errors="replace").strip() for x in notes.tolist()]
         for rank, text in enumerate(texts):
             if text != texts[0]:

@@ -1,9 +1,13 @@
-"""The benchmark script: its arguments, its rows and its picture."""
+"""The benchmark scripts: their arguments, their rows and the picture."""
 
+import contextlib
 import csv
+import io
+from itertools import product
 
 import pytest
 import torch
+from ranks import on_ranks
 
 from path_backend import benchmark, benchmark_context_parallel, context_parallel, peers
 
@@ -189,16 +193,64 @@ def test_exposed_communication():
     assert covered(kernels + collectives) - covered(kernels) == 3.0
 
 
-def test_context_parallel_rows(capsys):
-    """A column that does not fit the header, an efficiency of the wrong ranks."""
-    shape = benchmark.Shape(1, 65536, 32, 8, 128)
-    benchmark_context_parallel.print_row(
-        shape, "path", [100.0, 400.0], "ring", 2, [60.0, 200.0], [1.0, 3.0], 2.5
+def report_on_rank(group, arguments):
+    """What the benchmark of context parallelism prints on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        benchmark_context_parallel.report(benchmark_context_parallel.parse(arguments))
+    return text.getvalue()
+
+
+def context_parallel_rows(ranks, *arguments, backend="gloo"):
+    arguments = [*"--heads 16/8 --width 16 --rep 1 --warmup 0".split(), *arguments]
+    text, *others = on_ranks(ranks, report_on_rank, arguments, backend=backend)
+    assert isinstance(text, str), text
+    assert not any(others)
+    return list(csv.DictReader(line for line in text.splitlines() if line[0] != "#"))
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="meets by gloo, on a GPU by NCCL")
+def test_context_parallel_rows(tmp_path, ranks):
+    """An efficiency of the wrong ranks or row, bytes of another step, ranks that wait for ever."""
+    header = benchmark_context_parallel.HEADER
+    cells = [f"{attention},,1,1,256,16,8,16,5,{ms},1,1,0,0,1,0,0" for attention, ms in SINGLE]
+    earlier = tmp_path / "one.csv"
+    earlier.write_text("\n".join(["# a comment", header, *cells]))
+    attentions = [attention for attention, _ in SINGLE]
+    rows = context_parallel_rows(
+        ranks, "--lengths", "256", "--attention", *attentions, "--single", str(earlier)
     )
-    header = benchmark_context_parallel.HEADER.split(",")
-    row = dict(zip(header, capsys.readouterr().out.strip().split(","), strict=True))
-    assert row["speedup"] == "2.000" and row["efficiency"] == "1.000"
-    assert row["method"] == "ring" and row["both_ms"] == "200.000" and row["peak_gib"] == "2.500"
+    methods = context_parallel.ROTATE_METHODS
+    assert [(x["attention"], x["method"]) for x in rows] == list(product(attentions, methods))
+    for row in rows:
+        assert row["ranks"] == str(ranks)
+        speedup = dict(SINGLE)[row["attention"]] / float(row["both_ms"])
+        assert float(row["speedup"]) == pytest.approx(speedup, abs=1e-3)
+        assert float(row["efficiency"]) == pytest.approx(speedup / ranks, abs=1e-3)
+        assert float(row["sent_mb"]) > 0 and row["sent_mb"] == row["formula_mb"]
+
+
+SINGLE = [("path", 1000.0), ("path_fox", 2000.0), ("fox", 500.0)]
+"""Forward + backward on one device, in ms."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_context_parallel_rows_of_gpus():
+    """Bytes that only NCCL sends, a time or memory of the wrong device."""
+    rows = context_parallel_rows(2, "--lengths", "1024", "2048", backend="nccl")
+    assert [row["ranks"] for row in rows] == ["1", "2", "2", "2"] * 2
+    for row in rows:
+        assert row["sent_mb"] == row["formula_mb"] and float(row["peak_gib"]) > 0
+        assert float(row["exposed_ms"]) <= float(row["collectives_ms"])
+
+
+def test_rows_of_one_gpu_are_read(tmp_path):
+    """An efficiency against another file's numbers, or against nothing."""
+    path = tmp_path / "other.csv"
+    path.write_text(benchmark_context_parallel.HEADER)
+    with pytest.raises(ValueError, match="other.csv holds no row of 1 rank"):
+        benchmark_context_parallel.read_single(path)
 
 
 def test_context_parallel_methods(capsys):

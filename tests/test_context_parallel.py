@@ -7,13 +7,14 @@ import weakref
 
 import pytest
 import torch
-from context_simulation import simulate
+from context_simulation import shard, simulate
 from kernel_checks import assert_within_limits
 
 from path_backend import blocks, dyadic, path_attention, sharded
+from path_backend.benchmark_context_parallel import bytes_sent
 from path_backend.context_parallel import Layout
 from path_backend.exchange import Ring
-from path_backend.testing import assert_exact, make_inputs, relative_error, run
+from path_backend.testing import Inputs, assert_exact, make_inputs, relative_error, run
 
 EXACT = 1e-10
 METHODS = ("allgather", "ring")
@@ -249,34 +250,27 @@ def test_transfers_overlap_the_attention():
     ]
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_communication_is_what_the_formula_says(method, documents):
-    """Catches tensors sent twice, or in more bytes than needed (path_backend/exchange.py)."""
-    layout = LAYOUTS["4, head-tail"]
-    B, HQ, H, D, DV, R, P, n = 2, 4, 2, 16, 8, 4, 2, 2 * 40
-    widths = dict(B=B, HQ=HQ, H=H, D=D, DV=DV)
-    inputs = make_inputs(160, **widths, gate=True, documents=documents, dtype=torch.bfloat16)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("method", [*METHODS, "ulysses"])
+@pytest.mark.parametrize("case", ["path", "path_fox", "fox", "nope"])
+def test_communication_is_what_the_formula_says(case, method, ranks):
+    """Catches tensors sent twice, or in more bytes than needed: README's table is wrong then."""
+    options = CASES[case] | dict(B=2, HQ=16, H=8, D=16, DV=8)
+    inputs = make_inputs(40 * ranks, **options, dtype=torch.bfloat16)
+    layout = Layout.head_tail(ranks, 20)
     sent = []
     simulate(inputs, gradient_of_out(inputs), layout, method, sent=sent)
-    a = n * (H * (D + DV) * 2 + 4 * HQ)
-    g = n * (H * (D + DV) + HQ) * 4
-    m = B * P * (4 * H * D**2 + 8 * HQ)
-    assert sent == [(R - 1) * (2 * a + g + 3 * m)] * R
+    local = Inputs(*(shard(x, layout, 0) for x in inputs))
+    assert sent == [sum(bytes_sent(local, ranks, 2, method))] * ranks
 
 
-@pytest.mark.parametrize("documents", [False, True])
-def test_communication_of_ulysses(documents):
-    """Catches the same (path_backend/ulysses.py)."""
-    B, HQ, H, D, DV, R, n = 2, 8, 4, 16, 8, 4, 2 * 40
-    widths = dict(B=B, HQ=HQ, H=H, D=D, DV=DV)
-    inputs = make_inputs(160, **widths, gate=True, documents=documents, dtype=torch.bfloat16)
-    sent = []
-    simulate(inputs, gradient_of_out(inputs), LAYOUTS["4, head-tail"], "ulysses", sent=sent)
-    x = n * (HQ * D * 2 + H * (2 * D + DV) * 2 + 4 * H + 4 * HQ)
-    y = n * HQ * (DV * 2 + 4)
-    masks = (R - 1) * 2 * 4 * n if documents else 0
-    assert sent == [(R - 1) * (3 * x + 2 * y + n * HQ * DV * 2) // R + masks] * R
+def test_the_formula_gives_the_megabytes_of_the_readme():
+    """Catches a formula that was changed in one of two places: T = 65536, two ranks, `path`."""
+    q, k, beta = (torch.empty(1, 32768, *x, device="meta") for x in ((32, 128), (8, 128), (8,)))
+    q, k = q.bfloat16(), k.bfloat16()
+    local = Inputs(q, k, k, k, beta, None, None)
+    for method, megabytes in (("ring", [135, 405]), ("ulysses", [372, 741])):
+        assert [round(x / 1e6) for x in bytes_sent(local, 2, 2, method)] == megabytes
 
 
 def test_the_backward_computes_no_attention_inside_pieces():

@@ -72,8 +72,7 @@ def train(folder: Path, *overrides: str, ranks: int = 1, config: Path = TINY) ->
     Training again into the same folder resumes from its checkpoint, as torchtitan does, and the
     result holds the later run's scalars.
     """
-    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs, got {torch.cuda.device_count()}")
+    skip_without_gpus(ranks)
     attempt = len(list(folder.glob("attempt_*")))
     logs = folder / f"attempt_{attempt}"
     logs.mkdir(parents=True)
@@ -97,6 +96,12 @@ def train(folder: Path, *overrides: str, ranks: int = 1, config: Path = TINY) ->
                 process.kill()
             process.join()
     return Run(folder, _read_scalars(logs / "tb"), _output(logs, 0))
+
+
+def skip_without_gpus(ranks: int) -> None:
+    """Skip the test if there are GPUs, but fewer than ranks."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, got {torch.cuda.device_count()}")
 
 
 def _rank_main(rank: int, ranks: int, logs: Path, arguments: list[str]) -> None:
