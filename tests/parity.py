@@ -100,14 +100,20 @@ class Layout:
         return self.shard * self.replicate * self.tensor * self.pipeline * self.context
 
     @property
-    def overrides(self) -> tuple[str, ...]:
-        local_batch = BATCH // (self.shard * self.replicate)
+    def degrees(self) -> tuple[str, ...]:
         return (
             f"--parallelism.data_parallel_shard_degree={self.shard}",
             f"--parallelism.data_parallel_replicate_degree={self.replicate}",
             f"--parallelism.tensor_parallel_degree={self.tensor}",
             f"--parallelism.pipeline_parallel_degree={self.pipeline}",
             f"--parallelism.context_parallel_degree={self.context}",
+        )
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        local_batch = BATCH // (self.shard * self.replicate)
+        return (
+            *self.degrees,
             f"--training.local_batch_size={local_batch // self.accumulate}",
             f"--validation.local_batch_size={local_batch // self.accumulate}",
             f"--validation.steps={self.accumulate}",

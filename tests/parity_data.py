@@ -25,27 +25,28 @@ from torchtitan.models.qwen3 import qwen3_args
 
 from path_backend.integration.dataset import TOKENIZER_DIR, document_text
 
-SEQ_LEN = 96
+SEQUENCES = "64 x 96"  # and their tokens; training.dataset_path has others
 END_OF_TEXT = "<|end_of_text|>"
 
 
-def load(documents: str, *, seed: int):
-    """`documents` texts of SEQ_LEN + 1 tokens, the ones that torchtitan adds included."""
+def load(sequences: str, *, seed: int):
+    """Texts of one token more than a sequence has, the ones that torchtitan adds included."""
+    documents, length = (int(x) for x in sequences.split(" x "))
     tokenizer = Tokenizer.from_file(str(TOKENIZER_DIR / "tokenizer.json"))
     words = sorted(w for w in tokenizer.get_vocab() if w[0] == "Ġ" and w[1:].isalpha())
     words = [" " + w[1:] for w in words[:200]]
     weights = [0.05 * len(words)] + [1] * len(words)
     draw = random.Random(seed)
     texts = []
-    for _ in range(int(documents)):
-        text = "".join(draw.choices([END_OF_TEXT, *words], weights, k=SEQ_LEN - 1))
-        assert len(tokenizer.encode(text).ids) == SEQ_LEN - 1
+    for _ in range(documents):
+        text = "".join(draw.choices([END_OF_TEXT, *words], weights, k=length - 1))
+        assert len(tokenizer.encode(text).ids) == length - 1
         texts.append(text)
     return Dataset.from_dict({"text": texts}).to_iterable_dataset()  # one shard: ranks take turns
 
 
 for name, seed in (("parity", 0), ("parity_validation", 1)):
-    DATASETS[name] = DatasetConfig("64", partial(load, seed=seed), document_text)
+    DATASETS[name] = DatasetConfig(SEQUENCES, partial(load, seed=seed), document_text)
 
 for flavors in (llama3_args, qwen3_args):
     flavors["parity"] = replace(flavors["tiny"], n_layers=4)
