@@ -64,13 +64,11 @@ def plan() -> list[Job]:
     """Every job, the most important first."""
     return [
         *_flip_flop(),
-        *_word_problem("s5_swaps", depths=(1, 2)),
-        *_word_problem("a5_word_problem", depths=(1, 2, 3, 4)),
+        *_words(seed=0),
         *_length_extrapolation(),
         *_mqrar(seed=0),
-        *_small_mqrar(),
-        *_mqrar(seed=1),
-        *_mqrar(seed=2),
+        *_small_mqrar(seed=0),
+        *(job for seed in (1, 2) for job in (*_words(seed), *_mqrar(seed), *_small_mqrar(seed))),
     ]
 
 
@@ -80,7 +78,12 @@ def _flip_flop(seeds: int = 3) -> Iterator[Job]:
             yield Job(f"flip_flop/{attention}_{seed}", "flip_flop", attention, _seeded(seed))
 
 
-def _word_problem(dataset: str, depths: Sequence[int], seed: int = 0) -> Iterator[Job]:
+def _words(seed: int) -> Iterator[Job]:
+    yield from _word_problem("s5_swaps", depths=(1, 2), seed=seed)
+    yield from _word_problem("a5_word_problem", depths=(1, 2, 3, 4), seed=seed)
+
+
+def _word_problem(dataset: str, depths: Sequence[int], seed: int) -> Iterator[Job]:
     """A run teaches every length up to its own; it is asked for twice as many."""
     for depth in depths:
         for attention in ATTENTIONS:
@@ -88,7 +91,7 @@ def _word_problem(dataset: str, depths: Sequence[int], seed: int = 0) -> Iterato
                 f"{dataset}/{attention}_{depth}_layers_{seed}",
                 dataset,
                 attention,
-                (f"--model.flavor=task_{depth}x128x4", *_seeded(seed)),
+                (f"--model.flavor=task_{depth}x128x4", "--training.steps=6000", *_seeded(seed)),
                 evaluated=42,
             )
 
@@ -106,7 +109,10 @@ def _length_extrapolation() -> Iterator[Job]:
 
 
 def _mqrar(seed: int) -> Iterator[Job]:
-    in_minutes = ("--training.mixed_precision_param=bfloat16", "--training.steps=2500")
+    in_minutes = (
+        *("--training.mixed_precision_param=bfloat16", "--training.local_batch_size=32"),
+        "--training.steps=4000",
+    )
     for n_back in (1, 2, 3, 4):
         for attention in ATTENTIONS:
             yield Job(
@@ -118,7 +124,7 @@ def _mqrar(seed: int) -> Iterator[Job]:
             )
 
 
-def _small_mqrar() -> Iterator[Job]:
+def _small_mqrar(seed: int) -> Iterator[Job]:
     """For a CPU: all of them in half an hour on two cores."""
     small = (
         *("--model.flavor=task_2x64", "--training.seq_len=128", "--task.mqrar.pairs=8"),
@@ -126,8 +132,8 @@ def _small_mqrar() -> Iterator[Job]:
     )
     for n_back in (1, 2, 3, 4):
         for attention in ATTENTIONS:
-            name = f"mqrar_small/{attention}_{n_back}_back_0"
-            overrides = (f"--task.mqrar.n_back={n_back}", *small, *_seeded(0))
+            name = f"mqrar_small/{attention}_{n_back}_back_{seed}"
+            overrides = (f"--task.mqrar.n_back={n_back}", *small, *_seeded(seed))
             yield Job(name, "mqrar", attention, overrides)
 
 
