@@ -76,16 +76,30 @@ def _error(scores: list[dict[str, Any]]) -> str:
 
 
 def word_problem(results: Results) -> str:
-    """The smallest depth that reaches `SUCCESS` at each length; bounds where depths did not run."""
+    """The smallest depth whose best seed reaches `SUCCESS` at each length.
+
+    Bounds where depths did not run.
+    """
     found = smallest_depths(results)
     rows = [
         [
             LABELS[attention],
+            _seeds(runs),
             *(_depth_cell(found[attention], length, _depths(runs)) for length in SHOWN_LENGTHS),
         ]
         for attention, runs in _by_attention(results)
     ]
-    return table(["layers, by length", *map(str, SHOWN_LENGTHS)], rows)
+    return table(["layers, by length", "seeds", *map(str, SHOWN_LENGTHS)], rows)
+
+
+def _seeds(runs: Results) -> str:
+    """How many runs a depth has."""
+    counts = sorted(len(seeds) for seeds in _by_depth(runs).values())
+    return str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
+
+
+def _by_depth(runs: Results) -> dict[int, Results]:
+    return {depth: [run for run in runs if _depth(run) == depth] for depth in _depths(runs)}
 
 
 def _depth_cell(found: dict[int, int | None], length: int, ran: list[int]) -> str:
@@ -168,21 +182,49 @@ def _first_text(runs: Results) -> list[dict[str, Any]]:
     return next(iter(runs[0]["perplexity"].values()))
 
 
-def plot_word_problem(results: Results, path: Path) -> None:
-    """Accuracy over the length: a colour for each attention, a line style for each depth."""
+def plot_accuracy(results: Results, path: Path) -> None:
+    """Mean accuracy over the length, and its range over seeds.
+
+    A colour for each attention, a line style for each depth.
+    """
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(6.4, 3.6))
     for attention, runs in _by_attention(results):
-        for run in sorted(runs, key=_depth):
-            accuracy = [1 - error for error in _by_position(run)[1:]]
-            style = _style(attention) | {"ls": LINES[(_depth(run) - 1) % len(LINES)]}
-            style["label"] += f", {_depth(run)} {'layers' if _depth(run) > 1 else 'layer'}"
-            axis.plot(range(1, len(accuracy) + 1), accuracy, **style)
-    trained = results[0]["job"]["seq_len"] - 1
+        for depth, seeds in _by_depth(runs).items():
+            accuracies = [[1 - error for error in _by_position(run)[1:]] for run in seeds]
+            by_length = list(zip(*accuracies, strict=True))
+            lengths = range(1, len(by_length) + 1)
+            style = _style(attention) | {"ls": LINES[(depth - 1) % len(LINES)]}
+            style["label"] += f", {depth} {'layers' if depth > 1 else 'layer'}"
+            axis.plot(lengths, [sum(a) / len(a) for a in by_length], **style)
+            ranges = [*map(min, by_length)], [*map(max, by_length)]
+            axis.fill_between(lengths, *ranges, color=style["color"], alpha=0.2, lw=0)
     axis.axhline(SUCCESS, color="0.6", lw=1, ls=":")
+    _finish_words(figure, axis, path, results, "accuracy")
+
+
+def plot_depths(results: Results, path: Path) -> None:
+    """The table: smallest depth over the length, up to the last one that a depth solves."""
+    pyplot = _pyplot()
+    figure, axis = pyplot.subplots(figsize=(6.4, 3.6))
+    for attention, depths in smallest_depths(results).items():
+        solved = {length: depth for length, depth in depths.items() if depth is not None}
+        apart = 0.05 * ATTENTIONS.index(attention)  # so that equal depths do not hide each other
+        axis.step(
+            solved.keys(), [d + apart for d in solved.values()], where="mid", **_style(attention)
+        )
+        if solved:
+            last = max(solved)
+            axis.plot(last, solved[last] + apart, "o", color=_style(attention)["color"])
+    axis.set_yticks(range(1, 1 + max(_depths(results))))
+    _finish_words(figure, axis, path, results, f"layers to reach {SUCCESS:.0%}")
+
+
+def _finish_words(figure: Any, axis: Any, path: Path, results: Results, label: str) -> None:
+    trained = results[0]["job"]["seq_len"] - 1
     axis.axvline(trained, color="0.6", lw=1, ls=":")
     axis.set_xlabel(f"permutations (trained on up to {trained})")
-    axis.set_ylabel("accuracy")
+    axis.set_ylabel(label)
     _finish(figure, axis, path)
 
 
@@ -243,8 +285,8 @@ GROUPS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "length_extrapolation": ("Perplexity beyond the trained length", length_extrapolation),
 }
 PLOTS = {
-    "s5_swaps": plot_word_problem,
-    "a5_word_problem": plot_word_problem,
+    "s5_swaps": plot_accuracy,
+    "a5_word_problem": plot_depths,
     "length_extrapolation": plot_length_extrapolation,
 }
 

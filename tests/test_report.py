@@ -63,8 +63,15 @@ def test_word_problem():
     """A bound of one attention taken from depths or lengths that only another one ran."""
     runs = [a5("path", 1, [0.0, 0.0, 0.5, 0.5]), a5("fox", 3, [0.0, 0.0])]
     rows = report.word_problem(runs).splitlines()[2:]
-    assert rows[0].startswith("| `path` | 1 | > 1 | > 1 | not run |")
-    assert rows[1].startswith("| `fox` | <= 3 | not run |")
+    assert rows[0].startswith("| `path` | 1 | 1 | > 1 | > 1 | not run |")
+    assert rows[1].startswith("| `fox` | 1 | <= 3 | not run |")
+
+
+def test_seeds():
+    """Runs of all depths counted as seeds of one."""
+    runs = [a5("path", depth, [0.0, 0.0]) for depth in (1, 1, 1, 2)]
+    assert report._seeds(runs) == "1 to 3"
+    assert report._seeds(runs[:3]) == "3"
 
 
 def test_mqrar():
@@ -106,7 +113,8 @@ def test_readme_and_pictures(tmp_path):
     for name, content in {
         "flip_flop/path_0": flip_flop("path", 0, 0, 0),
         "a5_word_problem/path": a5("path", 1, [0.0, 0.0, 0.5]),
-        "s5_swaps/path": a5("path", 1, [0.0, 0.0, 0.5]),
+        "s5_swaps/path_0": a5("path", 1, [0.0, 0.0, 0.5]),
+        "s5_swaps/path_1": a5("path", 1, [0.0, 0.1, 0.5]),
         "length_extrapolation/path": length_result("path", [1, 2]),
         "mqrar/path.failed": {"experiment": "mqrar/path", "failure": "exit 1"},
     }.items():
