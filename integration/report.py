@@ -217,6 +217,7 @@ def plot_depths(results: Results, path: Path) -> None:
             last = max(solved)
             axis.plot(last, solved[last] + apart, "o", color=_style(attention)["color"])
     axis.set_yticks(range(1, 1 + max(_depths(results))))
+    axis.xaxis.get_major_locator().set_params(integer=True)
     _finish_words(figure, axis, path, results, f"layers to reach {SUCCESS:.0%}")
 
 
