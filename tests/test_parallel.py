@@ -132,6 +132,8 @@ LAYOUTS = [
         budget=FLOAT8,
     ),
 ]
+if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9):
+    LAYOUTS.append(Layout("FSDP2, float8", IN_FLOAT8, shard=2, budget=FLOAT8))
 
 
 @dataclass(frozen=True)
