@@ -53,7 +53,8 @@ def repair_routers(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def sum_partial_gradients(model: nn.Module) -> None:
-    """Sum each gradient over the ranks as soon as it is there. Call it after the stock plan.
+    """Sum each gradient over the ranks as soon as it is there. Call it when the parameters have
+    memory: moving them from the meta device drops such hooks.
 
     That of a norm's weight comes as a partial sum of the rank's tokens. Before torch 2.13 the fused
     optimizers take it for whole, and ranks drift apart (#2217). FSDP2 sums it itself.

@@ -18,7 +18,9 @@ import torchtitan.protocols.train_spec as registry
 from torch import nn
 from torchtitan.components.loss import LossFunction
 from torchtitan.components.metrics import MetricsProcessor, build_metrics_processor
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
@@ -71,6 +73,7 @@ def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
             {flavor: args_with_attention(args) for flavor, args in spec.model_args.items()}
         ),
         parallelize_fn=functools.partial(_parallelize, parallelize),
+        build_optimizers_fn=functools.partial(_build_optimizers, spec.build_optimizers_fn),
         build_loss_fn=functools.partial(_build_loss, spec.build_loss_fn),
         build_metrics_processor_fn=functools.partial(
             _build_metrics_processor, spec.build_metrics_processor_fn or build_metrics_processor
@@ -169,11 +172,24 @@ def _parallelize(
     context_parallel.repair_model(model, parallel_dims)
     if parallel_dims.tp_enabled and not parallel_dims.ep_enabled:
         repair_routers(model, parallel_dims.get_mesh("tp"))
-    if parallel_dims.tp_enabled and not parallel_dims.fsdp_enabled:
-        sum_partial_gradients(model)
     if parallel_dims.tp_enabled and job_config.compile.enable and model.tok_embeddings is not None:
         _finish_embeddings(model)
     return model
+
+
+def _build_optimizers(
+    stock: Callable[..., OptimizersContainer],
+    model_parts: list[nn.Module],
+    optimizer_config: OptimizerConfig,
+    parallel_dims: ParallelDims,
+    *args,
+    **kwargs,
+) -> OptimizersContainer:
+    """The stock optimizers, of gradients that are whole."""
+    if parallel_dims.tp_enabled and not parallel_dims.fsdp_enabled:
+        for part in model_parts:
+            sum_partial_gradients(part)
+    return stock(model_parts, optimizer_config, parallel_dims, *args, **kwargs)
 
 
 def _refuse_ddp_of_parts(dims: ParallelDims) -> None:
