@@ -56,8 +56,10 @@ class Column(NamedTuple):
 class Budget:
     """Largest relative errors; of a tensor in the Frobenius norm, of the gradient norm as a tensor.
 
-    A bias, of beta or the gate, has one number per head, and its gradient is a sum over all tokens
-    whose terms cancel: what rounds a term weighs more there.
+    The gradient of a bias, of beta or the gate, is a sum over all tokens whose terms may cancel.
+    Its error, and that of the bias, is relative to what a column of the weight gets, if that is
+    more: the same sum, each term times an input of size one. It has one number per head: so few
+    are off by more than their standard deviation more often.
     """
 
     loss: float
@@ -67,7 +69,7 @@ class Budget:
 
 # A layout changes the order of sums, in fp32 of up to 768 tokens: roundings by 2^-24 at random are
 # sqrt(768) 2^-24 = 1.7e-6. Terms of a loss have one sign: 1e-6 are 16 roundings of the result.
-# Largest seen on CPUs: loss 4e-7, tensor 4e-6 (3e-6 of them from the norm that clips), bias 8e-6.
+# Largest seen on CPUs: loss 4e-7, tensor 4e-6 (3e-6 of them from the norm that clips), bias 6e-6.
 EXACT = Budget(loss=1e-6, tensor=1e-5, bias=1e-5)
 # On GPUs the kernels hold products in 11 bits. Of numbers that differ by 2^-24 one in 2^13 is
 # rounded the other way, by 2^-11: 2^-11 / sqrt(2^13) = 5e-6 for one product, more for chains of
@@ -75,9 +77,10 @@ EXACT = Budget(loss=1e-6, tensor=1e-5, bias=1e-5)
 FP32 = Budget(loss=1e-5, tensor=3e-4, bias=3e-4) if torch.cuda.is_available() else EXACT
 # Low precision, against one rank in fp32. bf16 rounds by 2^-9: a gradient that passes four layers
 # of about 20 roundings, forward and backward, is off by sqrt(80) 2^-9 = 1.7e-2, which is also the
-# largest seen (bias 6e-2; loss 3e-4). float8 rounds what the seven products of a layer take by
-# 2^-4 at most, 2^-5 on average: sqrt(28) 2^-5 = 1.7e-1; seen 1.5e-1 (bias 3e-1; loss 6e-4).
-BF16 = Budget(loss=1e-3, tensor=3e-2, bias=1e-1)
+# largest seen (loss 3e-4). float8 rounds what the seven products of a layer take by
+# 2^-4 at most, 2^-5 on average: sqrt(28) 2^-5 = 1.7e-1; seen 1.5e-1 (loss 6e-4).
+# Biases: three standard deviations; seen on CPUs 2e-2 and 2.2e-1 in the columns always run.
+BF16 = Budget(loss=1e-3, tensor=3e-2, bias=5e-2)
 FLOAT8 = Budget(loss=1e-3, tensor=2.5e-1, bias=5e-1)
 
 
@@ -183,9 +186,22 @@ def assert_same_state(run: Run, expected: Run, budget: Budget, step: int = 1) ->
     tensors, references = parameters_and_moments(run, step), parameters_and_moments(expected, step)
     assert tensors.keys() == references.keys()
     errors = {name: relative_error(tensors[name], references[name]) for name in references}
+    for name in references:
+        if name.endswith(".bias"):
+            share = cancelled(name, references)
+            errors[name] /= share
+            errors[f"{name}.exp_avg"] /= share
     limits = {n: budget.bias if ".bias" in n else budget.tensor for n in references}
     wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
     assert not wrong, wrong
+
+
+def cancelled(name: str, references: dict[str, torch.Tensor]) -> float:
+    """How much larger than the gradient of a bias that of a column of its weight is; 1 if not."""
+    bias, weight = (
+        references[f"{n}.exp_avg"].double() for n in (name, name.replace(".bias", ".weight"))
+    )
+    return max(1.0, float(weight.norm() / weight.shape[1] ** 0.5 / bias.norm()))
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
