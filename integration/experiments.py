@@ -25,7 +25,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ def plan() -> list[Job]:
         *_words(seed=0),
         *_length_extrapolation(),
         *_mqrar(seed=0),
+        *_mqrar_open_gates(seed=0),
         *_small_mqrar(seed=0),
         *(job for seed in (1, 2) for job in (*_words(seed), *_mqrar(seed), *_small_mqrar(seed))),
     ]
@@ -122,6 +123,15 @@ def _mqrar(seed: int) -> Iterator[Job]:
                 (f"--task.mqrar.n_back={n_back}", *in_minutes, *_seeded(seed)),
                 slots=2,
             )
+
+
+def _mqrar_open_gates(seed: int) -> Iterator[Job]:
+    """Gates that start at 0.5 hide what lies ten tokens back; 0.998 keeps a fifth over 768."""
+    for job in _mqrar(seed):
+        if job.attention in ("path_fox", "fox"):
+            name = job.name.replace("mqrar/", "mqrar_open_gates/")
+            overrides = (*job.overrides, "--model.path.gate_start=0.998")
+            yield replace(job, name=name, overrides=overrides)
 
 
 def _small_mqrar(seed: int) -> Iterator[Job]:

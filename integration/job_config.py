@@ -66,6 +66,12 @@ class Path:
     Transformer; head_dim**-0.5 reproduces a path_fox checkpoint of flash-linear-attention.
     """
 
+    gate_start: float = 0.5
+    """
+    What a forget gate keeps before training, in (0, 1): the sigmoid of its bias (path_fox, fox).
+    0.5 hides what lies ten tokens back, so that a task whose first step needs more may not start.
+    """
+
     document_mask: bool = False
     """
     Whether attention stays inside documents, which end at the tokenizer's end-of-text token. Also
@@ -100,6 +106,12 @@ class Path:
             self,
             "gate_scale",
             "a finite number > 0",
+        )
+        _require(
+            _is_number(self.gate_start, 0, 1) and self.gate_start < 1,
+            self,
+            "gate_start",
+            "a number in (0, 1)",
         )
         _require(type(self.document_mask) is bool, self, "document_mask", "true or false")
         for key, choices in (("implementation", Implementation), ("context_parallel", Sharing)):

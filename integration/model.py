@@ -229,7 +229,10 @@ def _model_class(stock_cls: type[ModelProtocol]) -> type[ModelProtocol]:
             self.document_mask = args.document_mask
             options = {
                 name: getattr(args.path, name)
-                for name in ("w_rank", "conv_width", "beta_max", "gate_scale", "implementation")
+                for name in (
+                    *("w_rank", "conv_width", "beta_max"),
+                    *("gate_scale", "gate_start", "implementation"),
+                )
             }
             for block in self.layers.values():
                 block.attention = TitanAttention(

@@ -61,6 +61,7 @@ class PathAttention(nn.Module):
         w_rank: rank of the projection to w; 0 is full rank.
         conv_width: tokens that the causal convolution on w sees, the current one included.
         beta_max, gate_scale, implementation: as in `beta_from_logits` and `path_attention`.
+        gate_start: what a forget gate keeps before training, in (0, 1): the sigmoid of its bias.
         watch: keep statistics of the last training forward in `path.stats`.
 
     `reflections` without `forget_gate` is PaTH, both are PaTH-FoX, `forget_gate` alone is FoX, and
@@ -86,6 +87,7 @@ class PathAttention(nn.Module):
         conv_width: int = 3,
         beta_max: float = BETA_MAX,
         gate_scale: float = 1.0,
+        gate_start: float = 0.5,
         implementation: str = "auto",
         q_norm: nn.RMSNorm | None = None,
         k_norm: nn.RMSNorm | None = None,
@@ -112,6 +114,7 @@ class PathAttention(nn.Module):
             w_rank=w_rank,
             conv_width=conv_width,
             beta_max=beta_max,
+            gate_start=gate_start,
             watch=watch,
         )
         self.inner_attention: nn.Module = (
@@ -120,7 +123,7 @@ class PathAttention(nn.Module):
         self.shards: Shards | None = None
 
     def init_weights(self, init_std: float = INIT_STD) -> None:
-        """Draw every parameter: N(0, 0.02), `wo` N(0, init_std), biases 0."""
+        """Draw every parameter: N(0, 0.02), `wo` N(0, init_std), biases 0, the gate's its start."""
         for linear in (self.wq, self.wk, self.wv):
             nn.init.normal_(linear.weight, std=INIT_STD)
         nn.init.normal_(self.wo.weight, std=init_std)
@@ -238,6 +241,7 @@ class PathInputs(nn.Module):
         w_rank: int = 32,
         conv_width: int = 3,
         beta_max: float = BETA_MAX,
+        gate_start: float = 0.5,
         watch: bool = False,
     ):
         super().__init__()
@@ -248,8 +252,11 @@ class PathInputs(nn.Module):
         _whole("w_rank", w_rank, 0)
         if not 0 < beta_max <= 2:
             raise ValueError(f"beta_max must be in (0, 2], got {beta_max}")
+        if not 0 < gate_start < 1:
+            raise ValueError(f"gate_start must be in (0, 1), got {gate_start}")
         self.head_dim = head_dim
         self.beta_max = beta_max
+        self.gate_start = gate_start
         self.w_down: nn.Linear | None = None
         self.w_up: nn.Linear | None = None
         self.conv: ShortConv | None = None
@@ -271,13 +278,14 @@ class PathInputs(nn.Module):
             self.register_buffer("stats", stats, persistent=False)
 
     def init_weights(self) -> None:
-        """N(0, 0.02) for weights, 0 for biases and statistics."""
+        """N(0, 0.02) for weights, 0 for the bias of beta and statistics, `gate_start` for gates."""
         for module in (self.w_down, self.w_up, self.conv, self.beta, self.gate):
             if module is not None:
                 nn.init.normal_(module.weight, std=INIT_STD)
-        for module in (self.beta, self.gate):
-            if module is not None:
-                nn.init.zeros_(module.bias)
+        if self.beta is not None:
+            nn.init.zeros_(self.beta.bias)
+        if self.gate is not None:
+            nn.init.constant_(self.gate.bias, math.log(self.gate_start / (1 - self.gate_start)))
         if self.stat_names:
             self.stats.zero_()
 

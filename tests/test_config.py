@@ -146,6 +146,8 @@ def test_choices_are_listed_once():
         ("gate_scale = 0", "model.path.gate_scale must be a finite number > 0, got 0"),
         ("gate_scale = inf", "model.path.gate_scale must be a finite number > 0, got inf"),
         ("gate_scale = nan", "model.path.gate_scale must be a finite number > 0, got nan"),
+        ("gate_start = 0", r"model.path.gate_start must be a number in \(0, 1\), got 0"),
+        ("gate_start = 1", r"model.path.gate_start must be a number in \(0, 1\), got 1"),
         ("document_mask = 1", "model.path.document_mask must be true or false, got 1"),
         ('implementation = "c"', "model.path.implementation must be one of auto, torch, triton"),
         ('context_parallel = "head"', "context_parallel must be one of pieces, heads, got 'head'"),

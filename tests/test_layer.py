@@ -192,6 +192,23 @@ def test_init_weights_sets_everything(mode):
             assert 0.5 * std < tensor.std() < 1.6 * std, name
 
 
+@pytest.mark.parametrize("mode", ["path_fox", "fox"])
+def test_gate_start(mode):
+    """A start that the gate's bias does not have, or that goes to beta too."""
+    layer = make_layer(mode, gate_start=0.998)
+    layer.init_weights()
+    gates = layer.path.gate.bias.sigmoid()
+    torch.testing.assert_close(gates, torch.full_like(gates, 0.998))
+    assert layer.path.beta is None or layer.path.beta.bias.eq(0).all()
+
+
+@pytest.mark.parametrize("gate_start", [0.0, 1.0, -1.0, float("nan")])
+def test_gate_start_out_of_range(gate_start):
+    """A start that no bias has."""
+    with pytest.raises(ValueError, match=rf"gate_start must be in \(0, 1\), got {gate_start}"):
+        make_layer(gate_start=gate_start)
+
+
 @pytest.mark.parametrize("mode", ["path", "path_fox", "fox"])
 def test_statistics(mode):
     """A statistic of the wrong tensor or order, or one that evaluation overwrites."""
