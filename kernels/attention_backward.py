@@ -210,7 +210,7 @@ def attention_dq_kernel(
                 left = (block - 1) * half
                 here = row_base + left // 2 + m0 % half
                 q_here = load_full_tile(q_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
-                if query_moves(m0, half, PIECE):
+                if query_moves(m0, document, half, PIECE):
                     store_tile(
                         dq_moved_ptr, here, BLOCK_D, moved_rows, dq * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
@@ -409,7 +409,7 @@ def attention_dkdv_kernel(
             if (block % 2 == 0) & (right < (T if PIECE else reach)):
                 here = row_base + (right - half) // 2 + n0 % half
                 k_here = load_full_tile(k_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
-                if key_moves(n0, half, T, PIECE):
+                if key_moves(n0, reach, half, PIECE):
                     store_tile(
                         dk_moved_ptr, here, BLOCK_D, moved_rows, dk * scale, CHUNK, BLOCK_D, BLOCK_D
                     )

@@ -162,11 +162,18 @@ def _make_products(x: Inputs, frames: Frames) -> None:
         if level > 0:
             tree_kernel[(count, B * H, (width // side) ** 2)](
                 product_ptr=frames.products,
+                start_ptr=x.document_start,
+                T=T,
+                H=H,
+                level=level,
                 child_base=child,
                 parent_base=base,
                 total_blocks=tiles.total_blocks(T),
                 BLOCK_D=width,
+                CHUNK=CHUNK,
                 TILE=side,
+                HAS_DOC=x.document_start is not None,
+                PIECE=x.piece,
                 PRECISION=x.precision,
                 num_warps=warps,
             )

@@ -33,11 +33,15 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=RUNTIME)
 def tree_kernel(
-    product_ptr, child_base, parent_base, total_blocks, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    product_ptr, start_ptr, T, H, level, child_base, parent_base, total_blocks,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PIECE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One level up: a TILE x TILE part of P_parent = P_left P_right."""
+    """One level up: a TILE x TILE part of P_parent = P_left P_right, if it has a reader."""
     block, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    half = CHUNK << level
+    if not crossed(start_ptr, head // H, block * half, half, T, HAS_DOC, PIECE):
+        return
     r0, c0 = tile // (BLOCK_D // TILE) * TILE, tile % (BLOCK_D // TILE) * TILE
     left_ptr = product_ptr + (head * total_blocks + child_base + 2 * block) * BLOCK_D * BLOCK_D
     parent_ptr = product_ptr + (head * total_blocks + parent_base + block) * BLOCK_D * BLOCK_D
@@ -48,17 +52,31 @@ def tree_kernel(
 
 
 @triton.jit
-def query_moves(first, half, PIECE: tl.constexpr):
-    """Whether queries of a right block of `half` tokens lie right once more at a higher level, as
-    all of a piece do.
+def query_moves(first, document, half, PIECE: tl.constexpr):
+    """Whether queries of a right block of `half` tokens attend to keys before its sibling, as all
+    of a piece do. Wherever they lie right once more above, that block begins with the sibling.
     """
-    return first // (2 * half) + PIECE > 0
+    return ((first // half - 1) * half > document) | PIECE
 
 
 @triton.jit
-def key_moves(first, half, T, PIECE: tl.constexpr):
-    """Whether keys of a left block of `half` tokens lie left of a token once more above."""
-    return (first // (2 * half) + 1 - PIECE) * 2 * half < T
+def key_moves(first, reach, half, PIECE: tl.constexpr):
+    """Whether queries after the sibling of a left block of `half` tokens attend to its keys."""
+    return ((first // half + 2) * half < reach) | PIECE
+
+
+@triton.jit
+def crossed(start_ptr, b, first, half, T, HAS_DOC: tl.constexpr, PIECE: tl.constexpr):
+    """Whether anything moves by the product of the `half` tokens at `first`: one document holds the
+    tokens before and after them. That of the block's halves is read then, too.
+    """
+    after = first + half
+    if PIECE:
+        return after > 0
+    elif HAS_DOC:
+        return tl.load(start_ptr + b * T + after, mask=after < T, other=after) < first
+    else:
+        return (first > 0) & (after < T)
 
 
 @triton.jit
@@ -89,10 +107,10 @@ def sweep_rows(
             stored = (block % 2 == 0) & ((block + 1) * half < bound)
         if stored:
             if QUERIES:
-                moves = query_moves(first, half, end_ptr is not None)
+                moves = query_moves(first, bound, half, end_ptr is not None)
                 sibling = block_base + block - 1
             else:
-                moves = key_moves(first, half, T, end_ptr is not None)
+                moves = key_moves(first, bound, half, end_ptr is not None)
                 sibling = block_base + block + 1
             product = load_product(product_ptr, sibling, moves, BLOCK_D)
             here = row_base + block // 2 * half + first % half

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .chunk import load_factors
 from .chunk_backward import add_dot, store_matrix
-from .sweep import key_moves, query_moves
+from .sweep import crossed
 from .tiles import RUNTIME, dot, load_tile, store_tile, tile_pointers
 
 
@@ -34,59 +34,71 @@ def moved_outer(
     """ROWS x COLS of a block's dP from tokens lo ... hi - 1 of the sibling that P moved: queries of
     every head of the group, or keys.
     """
+    lo = tl.cast(lo, tl.int32)
     b = head // H
-    right = (block // 2 * 2 + 1) * half  # the boundary between the siblings
-    row = row_base + block // 2 * half
+    left, right = block // 2 * 2 * half, (block // 2 * 2 + 1) * half
+    row = row_base + left // 2
     levels = tl.cast(total_rows, tl.int64) * BLOCK_D
     gradients = tl.cast(moved_rows, tl.int64) * BLOCK_D
     if block % 2 == 0:
         heads = GROUP
         a_ptr, stride_a = dq_moved_ptr + head * GROUP * gradients, gradients
         c_ptr, stride_c = q_levels_ptr + head * GROUP * levels, levels
-        stop = tl.where(query_moves(right, half, PIECE), tl.minimum(hi, T - right), 0)
+        # queries of the document of the token before the block
+        stop = tl.where((left > 0) | PIECE, T, 0)
+        if HAS_DOC:
+            stop = tl.load(end_ptr + b * T + left - 1, mask=left > 0, other=0)
+        stop = tl.minimum(hi, stop - right)
     else:
         heads = 1
         a_ptr, stride_a = k_levels_ptr + head * levels, levels
         c_ptr, stride_c = dk_moved_ptr + head * gradients, gradients
-        stop = tl.where(key_moves(right - half, half, T, PIECE), hi, 0)
+        # keys of the document of the token after the block
+        after = right + half
+        stop = tl.where((after < T) | PIECE, hi, 0)
+        if HAS_DOC:
+            document = tl.load(start_ptr + b * T + after, mask=after < T, other=after)
+            lo = tl.maximum(lo, (document - left) // CHUNK * CHUNK)
     acc = tl.zeros([ROWS, COLS], tl.float32)
     for g in tl.range(heads, num_stages=1):
         for start in range(lo, stop, CHUNK):
-            limit = row + stop
-            if HAS_DOC:
-                if block % 2 == 0:
-                    seen = right > tl.load(start_ptr + b * T + right + start)
-                else:
-                    seen = right < tl.load(end_ptr + b * T + right - half + start + CHUNK - 1)
-                limit = tl.where(seen, limit, 0)
-            a = load_tile(a_ptr + g * stride_a + r0, row + start, BLOCK_D, limit, CHUNK, ROWS, ROWS)
-            c = load_tile(c_ptr + g * stride_c + c0, row + start, BLOCK_D, limit, CHUNK, COLS, COLS)
+            a = load_tile(
+                a_ptr + g * stride_a + r0, row + start, BLOCK_D, row + stop, CHUNK, ROWS, ROWS
+            )
+            c = load_tile(
+                c_ptr + g * stride_c + c0, row + start, BLOCK_D, row + stop, CHUNK, COLS, COLS
+            )
             acc += dot(tl.trans(a), c, PRECISION)
     return acc
 
 
 @triton.jit
 def add_parent(
-    acc, parent_ptr, size_ptr, product_ptr, block, r0, c0, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PRECISION: tl.constexpr,
+    acc, parent_ptr, size_ptr, product_ptr, num_parents, total_blocks, block_base, block, head,
+    r0, c0, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + ROWS x COLS of what comes back from the parent's dP (fp32, entries up to those at
-    size_ptr); product_ptr is the block's own.
+    """acc + ROWS x COLS of what comes back from the parent's dP, fp32, of entries up to those at
+    size_ptr.
     """
     SIZE: tl.constexpr = BLOCK_D * BLOCK_D
     SLAB: tl.constexpr = min(64, BLOCK_D)
+    PARTS: tl.constexpr = SIZE // (SLAB * SLAB)
     TYPE: tl.constexpr = product_ptr.dtype.element_ty
     MOVE: tl.constexpr = "fp16x3" if TYPE == tl.float16 else PRECISION
-    size = tl.max(tl.load(size_ptr + tl.arange(0, SIZE // (SLAB * SLAB))))
+    parent = head * num_parents + block // 2
+    parent_ptr += parent * SIZE
+    sibling = block - 2 * (block % 2) + 1
+    product_ptr += (head * total_blocks + block_base + sibling) * SIZE
+    size = tl.max(tl.load(size_ptr + parent * PARTS + tl.arange(0, PARTS)))
     acc *= 1.0 / size
     for k in tl.range(0, BLOCK_D, SLAB, num_stages=1):
         if block % 2 == 0:
             rows = tl.load(tile_pointers(parent_ptr + k, r0, BLOCK_D, ROWS, SLAB))
-            right = tl.load(tile_pointers(product_ptr + SIZE + k, c0, BLOCK_D, COLS, SLAB))
+            right = tl.load(tile_pointers(product_ptr + k, c0, BLOCK_D, COLS, SLAB))
             rows = (rows * (1.0 / size)).to(TYPE)
             acc = add_dot(acc, rows, right, MOVE, TRANS_B=True)
         else:
-            left = tl.load(tile_pointers(product_ptr - SIZE + r0, k, BLOCK_D, SLAB, ROWS))
+            left = tl.load(tile_pointers(product_ptr + r0, k, BLOCK_D, SLAB, ROWS))
             columns = tl.load(tile_pointers(parent_ptr + c0, k, BLOCK_D, SLAB, COLS))
             columns = (columns * (1.0 / size)).to(TYPE)
             acc = add_dot(acc, left, columns, MOVE, TRANS_A=True)
@@ -127,6 +139,10 @@ def tree_backward_kernel(
     block, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     r0, c0 = tile // (BLOCK_D // TILE) * TILE, tile % (BLOCK_D // TILE) * TILE
     SIZE: tl.constexpr = BLOCK_D * BLOCK_D
+    half = CHUNK << level
+    b = head // H
+    if not crossed(start_ptr, b, block * half, half, T, HAS_DOC, PIECE):
+        return
     if PARTIAL:
         acc = tl.zeros([TILE, TILE], tl.float32)
         partial_ptr += (head * num_blocks + block) * num_splits * SIZE + c0
@@ -134,23 +150,20 @@ def tree_backward_kernel(
             part_ptr = partial_ptr + tl.cast(split, tl.int64) * SIZE
             acc += tl.load(tile_pointers(part_ptr, r0, BLOCK_D, TILE, TILE))
     else:
-        half = CHUNK << level
         acc = moved_outer(
             q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, half,
             row_base, total_rows, moved_rows, block, head, 0, half, r0, c0, GROUP, BLOCK_D, CHUNK,
             TILE, TILE, HAS_DOC, PIECE, PRECISION,
         )  # fmt: skip
-    PARTS: tl.constexpr = SIZE // min(64, BLOCK_D) ** 2
-    if block // 2 < num_parents:
-        parent = head * num_parents + block // 2
+    if crossed(start_ptr, b, block // 2 * 2 * half, 2 * half, T, HAS_DOC, PIECE):
         acc = add_parent(
-            acc, parent_ptr + parent * SIZE, parent_size_ptr + parent * PARTS,
-            product_ptr + (head * total_blocks + block_base + block) * SIZE, block, r0, c0, BLOCK_D,
-            TILE, TILE, PRECISION,
+            acc, parent_ptr, parent_size_ptr, product_ptr, num_parents, total_blocks, block_base,
+            block, head, r0, c0, BLOCK_D, TILE, TILE, PRECISION,
         )  # fmt: skip
     gradient_ptr += (head * num_blocks + block) * SIZE
     pointers = tile_pointers(gradient_ptr + c0, r0, BLOCK_D, TILE, TILE)
     tl.store(pointers, acc)
+    PARTS: tl.constexpr = SIZE // min(64, BLOCK_D) ** 2
     OWN: tl.constexpr = PARTS * TILE * TILE // SIZE
     parts = (head * num_blocks + block) * PARTS + tile * OWN + tl.arange(0, OWN)
     tl.store(size_ptr + parts, tl.maximum(tl.max(tl.abs(acc)), 1e-30))
@@ -171,7 +184,6 @@ def chunk_product_backward_kernel(
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     head = head.to(tl.int64)
-    SIZE: tl.constexpr = BLOCK_D * BLOCK_D
     w_ptr += b * stride_wb + h * stride_wh
     dw_ptr += b * stride_dwb + h * stride_dwh
     gradient = moved_outer(
@@ -179,13 +191,10 @@ def chunk_product_backward_kernel(
         total_rows, moved_rows, chunk, head, 0, CHUNK, 0, 0, GROUP, BLOCK_D, CHUNK, BLOCK_D,
         BLOCK_D, HAS_DOC, PIECE, PRECISION,
     )  # fmt: skip
-    if chunk // 2 < num_parents:
-        parent = head * num_parents + chunk // 2
+    if crossed(start_ptr, b, chunk // 2 * 2 * CHUNK, 2 * CHUNK, T, HAS_DOC, PIECE):
         gradient = add_parent(
-            gradient, parent_ptr + parent * SIZE,
-            size_ptr + parent * (SIZE // min(64, BLOCK_D) ** 2),
-            product_ptr + (head * total_blocks + chunk) * SIZE, chunk, 0, 0, BLOCK_D, BLOCK_D,
-            BLOCK_D, PRECISION,
+            gradient, parent_ptr, size_ptr, product_ptr, num_parents, total_blocks, 0, chunk, head,
+            0, 0, BLOCK_D, BLOCK_D, BLOCK_D, PRECISION,
         )  # fmt: skip
     w, x = load_factors(
         w_ptr, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr, chunk, num_chunks, head,
