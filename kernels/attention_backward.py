@@ -229,8 +229,6 @@ def attention_dq_kernel(
                         first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
                         True, HAS_GATE, not seen, PRECISION, STAGES,
                     )  # fmt: skip
-        dq_ptr += q_head * num_chunks * CHUNK * BLOCK_D
-        store_tile(dq_ptr, m0, BLOCK_D, m0 + CHUNK, dq * scale, CHUNK, BLOCK_D, BLOCK_D)
     else:
         k = load_tile(k_ptr, m0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -241,8 +239,8 @@ def attention_dq_kernel(
                 HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC,
                 PRECISION, STAGES,
             )  # fmt: skip
-        dq_ptr += b * stride_dqb + hq * stride_dqh
-        store_tile(dq_ptr, m0, stride_dqt, T, dq * scale, CHUNK, BLOCK_D, HEAD_DIM)
+    dq_ptr += b * stride_dqb + hq * stride_dqh
+    store_tile(dq_ptr, m0, stride_dqt, T, dq * scale, CHUNK, BLOCK_D, HEAD_DIM)
     if HAS_GATE:
         tl.store(row_sum_ptr + q_head * T + rows, row_sum, mask=rows < T)
 
@@ -441,9 +439,6 @@ def attention_dkdv_kernel(
                         tl.debug_barrier()  # the sums so far were stored by other threads
                         col_sum += tl.load(col_sum_ptr + g * T + keys)
                         tl.store(col_sum_ptr + g * T + keys, col_sum)
-        dk_ptr += head * num_chunks * CHUNK * BLOCK_D
-        store_tile(dk_ptr, n0, BLOCK_D, n0 + CHUNK, dk * scale, CHUNK, BLOCK_D, BLOCK_D)
-    else:
-        dk_ptr += b * stride_dkb + h * stride_dkh
-        store_tile(dk_ptr, n0, stride_dkt, T, dk * scale, CHUNK, BLOCK_D, HEAD_DIM)
+    dk_ptr += b * stride_dkb + h * stride_dkh
+    store_tile(dk_ptr, n0, stride_dkt, T, dk * scale, CHUNK, BLOCK_D, HEAD_DIM)
     store_tile(dv_ptr, n0, stride_dvt, T, dv, CHUNK, BLOCK_DV, HEAD_DIM_V)

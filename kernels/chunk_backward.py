@@ -109,17 +109,17 @@ def load_beta(beta_ptr, first, stride, T, CHUNK: tl.constexpr):
 
 @triton.jit
 def contract(
-    a_ptr, stride_a, c_ptr, w_ptr, stride_w, first, T,
+    a_ptr, stride_a, c_ptr, stride_c, w_ptr, stride_w, first, T,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SLAB: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """a W^T and c W^T [C, C] of the chunk at `first` of a and W; c is a [C, BLOCK_D] matrix."""
+    """a W^T and c W^T [C, C] of the chunk at `first`."""
     a_acc = tl.zeros([CHUNK, CHUNK], tl.float32)
     c_acc = a_acc
     for column in tl.range(0, BLOCK_D, SLAB, num_stages=1):
         w = load_slab(w_ptr, first, stride_w, T, column, CHUNK, SLAB, HEAD_DIM)
         a = load_slab(a_ptr, first, stride_a, T, column, CHUNK, SLAB, HEAD_DIM)
-        c = load_slab(c_ptr, 0, BLOCK_D, CHUNK, column, CHUNK, SLAB, BLOCK_D)
+        c = load_slab(c_ptr, first, stride_c, T, column, CHUNK, SLAB, HEAD_DIM)
         a_acc = add_dot(a_acc, a, w, PRECISION, TRANS_B=True)
         c_acc = add_dot(c_acc, c, w, PRECISION, TRANS_B=True)
     return a_acc, c_acc
@@ -140,8 +140,7 @@ def overlaps(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def chunk_backward_kernel(
-    q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, dq_start_ptr, dk_end_ptr,
-    d_local_ptr, dx_ptr, scratch_ptr,
+    q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, d_local_ptr, dx_ptr, d_low_ptr, neg_a_ptr,
     dq_ptr, dk_ptr, dw_ptr, d_beta_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
@@ -151,7 +150,9 @@ def chunk_backward_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     HAS_PRODUCT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dw, dbeta of one chunk; dw already holds the part that comes through P."""
+    """dq, dk, dw, dbeta of one chunk. dq and dk hold those of q_start and k_end before, dw the part
+    that comes through P. d_low and neg_a: matrices of every query head of a group, or unused.
+    """
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     head = head.to(tl.int64)
@@ -167,7 +168,6 @@ def chunk_backward_kernel(
     w_ptr += b * stride_wb + h * stride_wh
     dw_ptr += b * stride_dwb + h * stride_dwh
     beta_ptr += b * stride_bb + h * stride_bh
-    dk_end_ptr += index * CHUNK * BLOCK_D
     offs = tl.arange(0, CHUNK)
     upper = offs[:, None] < offs[None, :]
     zero = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -175,8 +175,8 @@ def chunk_backward_kernel(
     beta = load_beta(beta_ptr, first, stride_bt, T, CHUNK)
     x = load_matrix(inverse_ptr, index, CHUNK) * beta[None, :]
     up, neg_de = contract(
-        k_ptr, stride_kt, dk_end_ptr, w_ptr, stride_wt, first, T, HEAD_DIM, BLOCK_D, CHUNK, WIDE,
-        PRECISION,
+        k_ptr, stride_kt, dk_ptr, stride_dkt, w_ptr, stride_wt, first, T, HEAD_DIM, BLOCK_D, CHUNK,
+        WIDE, PRECISION,
     )  # fmt: skip
     up = tl.where(upper, up, 0.0)
     neg_e = (-add_dot(zero, up, x, PRECISION)).to(TILE)
@@ -191,8 +191,8 @@ def chunk_backward_kernel(
     d_low = zero
     for g in tl.range(GROUP, num_stages=1):
         low, neg_da = contract(
-            q_ptr + g * stride_qh, stride_qt, dq_start_ptr + (q_index + g * num_chunks) * CHUNK *
-            BLOCK_D, w_ptr, stride_wt, first, T, HEAD_DIM, BLOCK_D, CHUNK, WIDE, PRECISION,
+            q_ptr + g * stride_qh, stride_qt, dq_ptr + g * stride_dqh, stride_dqt, w_ptr, stride_wt,
+            first, T, HEAD_DIM, BLOCK_D, CHUNK, WIDE, PRECISION,
         )  # fmt: skip
         low = tl.where(upper, 0.0, low)
         a = add_dot(zero, low, x, PRECISION, TRANS_B=True)
@@ -203,9 +203,8 @@ def chunk_backward_kernel(
         neg_dx = add_dot(neg_dx, neg_da, low, PRECISION, TRANS_A=True)
         d_low = tl.where(upper, 0.0, -add_dot(zero, neg_da, x, PRECISION))
         if GROUP > 1:
-            slot = (q_index + g * num_chunks) * 2
-            store_matrix(scratch_ptr, slot, neg_a, CHUNK)
-            store_matrix(scratch_ptr, slot + 1, d_low, CHUNK)
+            store_matrix(neg_a_ptr, q_index + g * num_chunks, neg_a, CHUNK)
+            store_matrix(d_low_ptr, q_index + g * num_chunks, d_low, CHUNK)
     d_up = tl.where(upper, -neg_dup, 0.0)
 
     neg_y = add_dot(
@@ -231,12 +230,12 @@ def chunk_backward_kernel(
         dk = dw
         for g in tl.range(GROUP, num_stages=1):
             q = load_slab(q_ptr + g * stride_qh, first, stride_qt, T, column, CHUNK, SLAB, HEAD_DIM)
-            start_ptr = dq_start_ptr + (q_index + g * num_chunks) * CHUNK * BLOCK_D
-            dq_start = load_slab(start_ptr, 0, BLOCK_D, CHUNK, column, CHUNK, SLAB, BLOCK_D)
+            dq_start = load_slab(
+                dq_ptr + g * stride_dqh, first, stride_dqt, T, column, CHUNK, SLAB, HEAD_DIM
+            )
             if GROUP > 1:
-                slot = (q_index + g * num_chunks) * 2
-                neg_a = load_matrix(scratch_ptr, slot, CHUNK).to(TILE)
-                d_low = load_matrix(scratch_ptr, slot + 1, CHUNK)
+                neg_a = load_matrix(neg_a_ptr, q_index + g * num_chunks, CHUNK).to(TILE)
+                d_low = load_matrix(d_low_ptr, q_index + g * num_chunks, CHUNK)
                 d_local = load_matrix(d_local_ptr, q_index + g * num_chunks, CHUNK).to(TILE)
             dq = add_dot(
                 tl.zeros([SLAB, CHUNK], tl.float32), w, d_low, PRECISION, TRANS_A=True, TRANS_B=True
@@ -249,7 +248,7 @@ def chunk_backward_kernel(
             dk = add_dot(dk, q, d_local, PRECISION, TRANS_A=True)
             dw = add_dot(dw, q, d_low, PRECISION, TRANS_A=True)
             dw = add_dot(dw, dq_start, neg_a, PRECISION, TRANS_A=True)
-        dk_end = load_slab(dk_end_ptr, 0, BLOCK_D, CHUNK, column, CHUNK, SLAB, BLOCK_D)
+        dk_end = load_slab(dk_ptr, first, stride_dkt, T, column, CHUNK, SLAB, HEAD_DIM)
         dk = add_dot(dk, w, d_up, PRECISION, TRANS_A=True, TRANS_B=True)
         dk = tl.trans(dk) + dk_end.to(tl.float32)
         store_slab(dk_ptr, first, stride_dkt, T, column, dk, CHUNK, SLAB, HEAD_DIM)

@@ -22,7 +22,7 @@ class Tiles:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-SCRATCH_BYTES = 2 << 30
+SCRATCH_BYTES = 13 << 27
 """Heads are processed in groups whose scratch stays under this, so that memory does not grow with
 their number. 2 GiB hold 2 x 8192 tokens x 16 heads x 128 in one group: smaller groups leave SMs
 idle.

@@ -35,10 +35,10 @@ class Frames:
 
 @dataclass
 class FrameGradients:
-    """What the attention's backward leaves for the transform's."""
+    """What the attention's backward leaves for the transform's, beside the gradients of q_start and
+    k_end where those of q and k will be.
+    """
 
-    q_start: Tensor  # [B, HQ, N, C, BLOCK_D]
-    k_end: Tensor  # [B, H, N, C, BLOCK_D]
     q_moved: Tensor  # [B, HQ, moved rows, BLOCK_D], of the levels' queries as moved by P
     k_moved: Tensor  # [B, H, moved rows, BLOCK_D]
     local: Tensor  # [B, HQ, N, C, C]
@@ -46,13 +46,11 @@ class FrameGradients:
     @staticmethod
     def empty(x: Inputs) -> "FrameGradients":
         B, T, HQ, _ = x.q.shape
-        H, chunks = x.k.shape[2], triton.cdiv(T, CHUNK)
+        rows = tiles.moved_rows(T, x.piece)
         return FrameGradients(
-            x.q.new_empty(B, HQ, chunks, CHUNK, x.width),
-            x.q.new_empty(B, H, chunks, CHUNK, x.width),
-            x.q.new_empty(B, HQ, tiles.moved_rows(T, x.piece), x.width),
-            x.q.new_empty(B, H, tiles.moved_rows(T, x.piece), x.width),
-            x.q.new_empty(B, HQ, chunks, CHUNK, CHUNK),
+            x.q.new_empty(B, HQ, rows, x.width),
+            x.q.new_empty(B, x.k.shape[2], rows, x.width),
+            x.q.new_empty(B, HQ, triton.cdiv(T, CHUNK), CHUNK, CHUNK),
         )
 
 
@@ -281,12 +279,14 @@ def frames_backward(
     d_beta: Tensor | None,
     d_product: Tensor | None,
 ) -> None:
-    """From the gradients of frames, and of the product of a piece, to those of q, k, w, beta."""
+    """From the gradients of frames, and of the product of a piece, to those of q, k, w, beta. dq
+    and dk come as those of q_start and k_end.
+    """
     x = x.without_documents() if x.piece else x
-    B, T, HQ, _ = x.q.shape
-    H, chunks = x.k.shape[2], frames.inverse.shape[2]
+    B, T, H, _ = x.k.shape
+    chunks = frames.inverse.shape[2]
     factors = _chunk_arguments(x, frames)
-    dx, scratch = frames.inverse, grads.local
+    dx = frames.inverse
     has_product = len(tiles.product_levels(T, x.piece)) > 0
     if has_product:
         dx = torch.empty_like(frames.inverse)
@@ -305,19 +305,14 @@ def frames_backward(
             num_warps=4,
             num_stages=1,
         )
-    if x.group > 1:
-        scratch = torch.empty(
-            B, HQ, chunks, 2, CHUNK, CHUNK, dtype=torch.float32, device=x.q.device
-        )
     chunk_backward_kernel[(chunks, B * H)](
         **factors,
         q_ptr=x.q,
         k_ptr=x.k,
-        dq_start_ptr=grads.q_start,
-        dk_end_ptr=grads.k_end,
         d_local_ptr=grads.local,
         dx_ptr=dx,
-        scratch_ptr=scratch,
+        d_low_ptr=frames.local,
+        neg_a_ptr=torch.empty_like(grads.local) if x.group > 1 else grads.local,
         dq_ptr=dq,
         dk_ptr=dk,
         dw_ptr=dw,

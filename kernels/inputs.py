@@ -171,15 +171,7 @@ def _key_groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]
     if inputs.w is None:
         yield slice(0, B), slice(0, H)
         return
-    width, size = inputs.width, inputs.q.element_size()
-    rows, blocks = tiles.total_rows(T), tiles.total_blocks(T)
-    passes = 2 if backward else 1
-    per_query = (rows * width * size + T * CHUNK * 4) * inputs.group
-    if backward and inputs.group > 1:
-        per_query += T * CHUNK * 4 * inputs.group  # factors kept for the sum over a group
-    product_size = inputs.product_dtype.itemsize
-    per_key = rows * width * size + blocks * width * width * product_size + T * CHUNK * 4
-    limit = max(1, config.SCRATCH_BYTES // (passes * (per_query + per_key)))
+    limit = max(1, config.SCRATCH_BYTES // _scratch_bytes(inputs, backward))
     if limit >= H:
         step = min(B, limit // H)
         step = -(-B // -(-B // step))
@@ -190,6 +182,23 @@ def _key_groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]
     for b in range(B):
         for h in range(0, H, step):
             yield slice(b, b + 1), slice(h, min(h + step, H))
+
+
+def _scratch_bytes(inputs: Inputs, backward: bool) -> int:
+    """Bytes that one key/value head of a batch and its query heads take: the tensors of Frames, in
+    the backward those of FrameGradients, dX, and dP of the lowest levels.
+    """
+    T, width, size = inputs.q.shape[1], inputs.width, inputs.q.element_size()
+    row, square = width * size, triton.cdiv(T, tiles.CHUNK) * tiles.CHUNK**2
+    rows, product = tiles.total_rows(T) * row, width * width * inputs.product_dtype.itemsize
+    per_query = rows + 4 * square
+    per_key = rows + tiles.total_blocks(T) * product + 4 * square
+    if backward:
+        moved = tiles.moved_rows(T, inputs.piece) * row
+        gradients = sum(tiles.level_blocks(T, level, inputs.piece) for level in (1, 2))
+        per_query += moved + size * square * (2 if inputs.group > 1 else 1)
+        per_key += moved + 4 * square + gradients * 4 * width * width
+    return per_query * inputs.group + per_key
 
 
 def positive(k: Tensor, scale: float) -> tuple[Tensor, float]:
