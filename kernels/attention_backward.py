@@ -202,15 +202,16 @@ def attention_dq_kernel(
         row_base = total_rows
         block_base = head * total_blocks + total_blocks - 2
         for step in range(num_levels):
-            half = CHUNK << (num_levels - 1 - step)
-            block = m0 // half
-            row_base -= rows_of_level(T, num_levels - 1 - step, CHUNK)
-            block_base -= blocks_of_level(T, half)
+            level = num_levels - 1 - step
+            half = CHUNK << level
+            block = (m0 // CHUNK) >> level
+            row_base -= rows_of_level(T, level, CHUNK)
+            block_base -= blocks_of_level(T, level, CHUNK)
             if (block % 2 == 1) & ((block * half > document) | PIECE):
                 left = (block - 1) * half
-                here = row_base + left // 2 + m0 % half
+                here = row_base + left // 2 + m0 - block * half
                 q_here = load_full_tile(q_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
-                if query_moves(m0, document, half, PIECE):
+                if query_moves(block, half, document, PIECE):
                     store_tile(
                         dq_moved_ptr, here, BLOCK_D, moved_rows, dq * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
@@ -222,13 +223,14 @@ def attention_dq_kernel(
                 if SPLIT or not HAS_DOC:
                     middle = seen_from(last_document, lo, middle, BLOCK_N, HAS_DOC)
                 for seen in tl.static_range(0 if HAS_DOC else 1, 2 if SPLIT or not HAS_DOC else 1):
-                    dq, row_sum = query_gradient(
-                        dq, row_sum, q_here, d_out, bias, delta, k_levels_ptr + shift * BLOCK_D,
-                        v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt,
-                        middle if seen else lo, block * half if seen else middle, gate_ref,
-                        first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
-                        True, HAS_GATE, not seen, PRECISION, STAGES,
-                    )  # fmt: skip
+                    if seen or lo < middle:  # an empty loop still asks for its first tiles
+                        dq, row_sum = query_gradient(
+                            dq, row_sum, q_here, d_out, bias, delta, k_levels_ptr + shift * BLOCK_D,
+                            v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt,
+                            middle if seen else lo, block * half if seen else middle, gate_ref,
+                            first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
+                            BLOCK_N, True, HAS_GATE, not seen, PRECISION, STAGES,
+                        )  # fmt: skip
     else:
         k = load_tile(k_ptr, m0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -399,15 +401,16 @@ def attention_dkdv_kernel(
         row_base = total_rows
         block_base = head * total_blocks + total_blocks - 2
         for step in range(num_levels):
-            half = CHUNK << (num_levels - 1 - step)
-            block = n0 // half
+            level = num_levels - 1 - step
+            half = CHUNK << level
+            block = (n0 // CHUNK) >> level
             right = (block + 1) * half
-            row_base -= rows_of_level(T, num_levels - 1 - step, CHUNK)
-            block_base -= blocks_of_level(T, half)
+            row_base -= rows_of_level(T, level, CHUNK)
+            block_base -= blocks_of_level(T, level, CHUNK)
             if (block % 2 == 0) & (right < (T if PIECE else reach)):
-                here = row_base + (right - half) // 2 + n0 % half
+                here = row_base + (right - half) // 2 + n0 - block * half
                 k_here = load_full_tile(k_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
-                if key_moves(n0, reach, half, PIECE):
+                if key_moves(block, half, reach, PIECE):
                     store_tile(
                         dk_moved_ptr, here, BLOCK_D, moved_rows, dk * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
@@ -427,14 +430,15 @@ def attention_dkdv_kernel(
                     if HAS_DOC:
                         middle = tl.maximum(right, tl.minimum(hi, seen_until // BLOCK_M * BLOCK_M))
                     for part in tl.static_range(2 if HAS_DOC else 1):
-                        dk, dv, col_sum = key_pass(
-                            dk, dv, col_sum, k_here, v, q_levels_ptr + (g * total_rows + shift) *
-                            BLOCK_D, d_out_ptr + g * stride_gh, rows_ptr + g * num_chunks * CHUNK
-                            * 2, offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt,
-                            middle if part else right, hi if part else middle, T, keys, gate_k,
-                            gate_ref, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M,
-                            True, False, HAS_GATE, part == 1, PRECISION, STAGES,
-                        )  # fmt: skip
+                        if part == 0 or middle < hi:  # an empty loop still asks for tiles
+                            dk, dv, col_sum = key_pass(
+                                dk, dv, col_sum, k_here, v, q_levels_ptr + (g * total_rows + shift)
+                                * BLOCK_D, d_out_ptr + g * stride_gh, rows_ptr + g * num_chunks *
+                                CHUNK * 2, offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt,
+                                middle if part else right, hi if part else middle, T, keys, gate_k,
+                                gate_ref, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
+                                BLOCK_M, True, False, HAS_GATE, part == 1, PRECISION, STAGES,
+                            )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads
                         col_sum += tl.load(col_sum_ptr + g * T + keys)

@@ -196,22 +196,23 @@ def attention_forward_kernel(
         row_base = 0
         for level in range(0, num_levels):
             half = CHUNK << level
-            block = m0 // half
-            if block % 2 == 1:
+            block = (m0 // CHUNK) >> level
+            if (block % 2 == 1) & (block * half > document):
                 left = (block - 1) * half
                 shift = row_base - left // 2
-                here = row_base + left // 2 + m0 % half
+                here = row_base + left // 2 + m0 - block * half
                 q_here = load_full_tile(q_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
                 middle = seen_from(last_document, lo, block * half, BLOCK_N, HAS_DOC)
                 for seen in tl.static_range(0 if HAS_DOC else 1, 2):
-                    acc, l_i, m_i = attend(
-                        acc, l_i, m_i, q_here, k_levels_ptr + tl.cast(shift, tl.int64) * BLOCK_D,
-                        v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt,
-                        middle if seen else lo, block * half if seen else middle, gate_q, gate_ref,
-                        first_key, T, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True,
-                        HAS_GATE, not seen, PRECISION,
-                    )  # fmt: skip
+                    if seen or lo < middle:  # an empty loop still asks for its first tiles
+                        acc, l_i, m_i = attend(
+                            acc, l_i, m_i, q_here, k_levels_ptr + tl.cast(shift, tl.int64) *
+                            BLOCK_D, v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt,
+                            middle if seen else lo, block * half if seen else middle, gate_q,
+                            gate_ref, first_key, T, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
+                            BLOCK_N, True, HAS_GATE, not seen, PRECISION,
+                        )  # fmt: skip
             row_base += rows_of_level(T, level, CHUNK)
     elif m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
         acc, l_i, m_i = attend(

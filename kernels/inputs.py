@@ -9,7 +9,6 @@ import triton
 from torch import Tensor
 
 from . import config, tiles
-from .tiles import CHUNK
 
 LOG2_E = 1.4426950408889634
 
@@ -172,16 +171,15 @@ def _key_groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]
         yield slice(0, B), slice(0, H)
         return
     limit = max(1, config.SCRATCH_BYTES // _scratch_bytes(inputs, backward))
-    if limit >= H:
-        step = min(B, limit // H)
-        step = -(-B // -(-B // step))
-        for b in range(0, B, step):
-            yield slice(b, min(b + step, B)), slice(0, H)
-        return
-    step = -(-H // -(-H // limit))
-    for b in range(B):
-        for h in range(0, H, step):
-            yield slice(b, b + 1), slice(h, min(h + step, H))
+    for batch in _even_parts(B, max(1, limit // H)):
+        for heads in _even_parts(H, limit):
+            yield batch, heads
+
+
+def _even_parts(count: int, most: int) -> list[slice]:
+    """0 ... count - 1 in as few ranges as ranges of at most `most` allow, as even as they can be."""
+    parts = -(-count // most)
+    return [slice(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
 
 
 def _scratch_bytes(inputs: Inputs, backward: bool) -> int:

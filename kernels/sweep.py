@@ -52,17 +52,17 @@ def tree_kernel(
 
 
 @triton.jit
-def query_moves(first, document, half, PIECE: tl.constexpr):
+def query_moves(block, half, document, PIECE: tl.constexpr):
     """Whether queries of a right block of `half` tokens attend to keys before its sibling, as all
     of a piece do. Wherever they lie right once more above, that block begins with the sibling.
     """
-    return ((first // half - 1) * half > document) | PIECE
+    return ((block - 1) * half > document) | PIECE
 
 
 @triton.jit
-def key_moves(first, reach, half, PIECE: tl.constexpr):
+def key_moves(block, half, reach, PIECE: tl.constexpr):
     """Whether queries after the sibling of a left block of `half` tokens attend to its keys."""
-    return ((first // half + 2) * half < reach) | PIECE
+    return ((block + 2) * half < reach) | PIECE
 
 
 @triton.jit
@@ -100,25 +100,25 @@ def sweep_rows(
     row_base = 0
     for level in range(num_levels):
         half = CHUNK << level
-        block = first // half
+        block = (first // CHUNK) >> level
         if QUERIES:
             stored = (block % 2 == 1) & (block * half > bound)
         else:
             stored = (block % 2 == 0) & ((block + 1) * half < bound)
         if stored:
             if QUERIES:
-                moves = query_moves(first, bound, half, end_ptr is not None)
+                moves = query_moves(block, half, bound, end_ptr is not None)
                 sibling = block_base + block - 1
             else:
-                moves = key_moves(first, bound, half, end_ptr is not None)
+                moves = key_moves(block, half, bound, end_ptr is not None)
                 sibling = block_base + block + 1
             product = load_product(product_ptr, sibling, moves, BLOCK_D)
-            here = row_base + block // 2 * half + first % half
+            here = row_base + (block // 2 - block) * half + first
             store_tile(levels_ptr, here, BLOCK_D, total_rows, t * size, CHUNK, BLOCK_D, BLOCK_D)
             if moves:
                 t = carry(t, turned(product, QUERIES), PRECISION)
         row_base += rows_of_level(T, level, CHUNK)
-        block_base += blocks_of_level(T, half)
+        block_base += blocks_of_level(T, level, CHUNK)
     if end_ptr is not None:
         store_tile(end_ptr, first, stride_et, T, t * size, CHUNK, BLOCK_D, HEAD_DIM)
 
@@ -142,6 +142,11 @@ def sweep_kernel(
     head = head.to(tl.int64)
     first = chunk * CHUNK
     k_ptr += b * stride_kb + h * stride_kh
+    document = 0
+    reach = T  # no query at or after this position attends to the chunk
+    if HAS_DOC:  # ahead of what takes long
+        document = tl.load(start_ptr + b * T + first)
+        reach = tl.load(end_ptr + b * T + tl.minimum(first + CHUNK, T) - 1)
     offs = tl.arange(0, CHUNK)
     upper = offs[:, None] < offs[None, :]
     w, x = load_factors(
@@ -158,9 +163,6 @@ def sweep_kernel(
         local = dot(q, tl.trans(k), PRECISION) - dot(a, tl.trans(up), PRECISION)
         local_ptr += (q_head * num_chunks + chunk) * CHUNK * CHUNK
         tl.store(tile_pointers(local_ptr, 0, CHUNK, CHUNK, CHUNK), local)
-        document = 0
-        if HAS_DOC:
-            document = tl.load(start_ptr + b * T + first)
         if q_start_ptr is not None:
             q_start_ptr += b * stride_sb + (h * GROUP + g) * stride_sh
         sweep_rows(
@@ -170,9 +172,6 @@ def sweep_kernel(
             PRECISION,
         )  # fmt: skip
     else:
-        reach = T  # no query at or after this position attends to the chunk
-        if HAS_DOC:
-            reach = tl.load(end_ptr + b * T + tl.minimum(first + CHUNK, T) - 1)
         if k_end_ptr is not None:
             k_end_ptr += b * stride_eb + h * stride_eh
         sweep_rows(

@@ -80,15 +80,18 @@ def total_blocks(seq_len: int) -> int:
 
 @triton.jit
 def rows_of_level(seq_len, level, CHUNK: tl.constexpr):
-    """`level_rows` on the device."""
-    half = CHUNK << level
-    return (seq_len + half - 1) // (2 * half) * half
+    """`level_rows` on the device. Shifts: a division by what only turns out to be a power of two
+    takes as long as several loads of a cache.
+    """
+    last = tl.cdiv(seq_len, CHUNK) - 1
+    return ((last + (1 << level)) >> (level + 1) << level) * CHUNK
 
 
 @triton.jit
-def blocks_of_level(seq_len, half):
+def blocks_of_level(seq_len, level, CHUNK: tl.constexpr):
     """`stored_blocks` on the device."""
-    return tl.cdiv(seq_len, 2 * half) * 2
+    last = tl.cdiv(seq_len, CHUNK) - 1
+    return ((last >> (level + 1)) + 1) * 2
 
 
 @triton.jit
