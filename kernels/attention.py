@@ -146,8 +146,8 @@ def _backward_group(
     x: Inputs, d_out: Tensor, out: Tensor, lse: Tensor, grads: Gradients, d_ends: Ends | None
 ) -> None:
     B, T, HQ, _ = x.q.shape
-    query_tile = config.query_tiles(x.q.dtype, x.widest)
-    key_tile = config.key_tiles(x.q.dtype, x.widest)
+    query_tile = config.query_tiles(x.q.dtype, x.widest, x.w is not None)
+    key_tile = config.key_tiles(x.q.dtype, x.widest, x.w is not None)
     chunks = triton.cdiv(T, query_tile.rows)
     frames = None if x.w is None else make_frames(x)
     rows = lse.new_empty(B, HQ, chunks * query_tile.rows, 2)

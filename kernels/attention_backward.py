@@ -30,9 +30,9 @@ from .attention_forward import (
 from .sweep import key_moves, query_moves
 from .tiles import (
     GATE_SPAN,
-    RUNTIME,
     as_product,
     blocks_of_level,
+    kernel,
     load_full_tile,
     load_square,
     load_tile,
@@ -42,7 +42,7 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def row_kernel(
     out_ptr, d_out_ptr, lse_ptr, gate_ptr, rows_ptr, stride_ob, stride_ot, stride_oh, stride_gb,
     stride_gt, stride_gh, T, HQ, num_chunks, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -126,7 +126,7 @@ def query_gradient(
     return dq, row_sum
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
     start_ptr, rows_ptr, d_out_ptr, incoming_ptr, dq_ptr, dq_moved_ptr, d_local_ptr, row_sum_ptr,
@@ -301,7 +301,7 @@ def key_pass(
     return dk, dv, col_sum
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
     start_ptr, end_ptr, rows_ptr, d_out_ptr, incoming_ptr, dk_ptr, dv_ptr, dk_moved_ptr,

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .tiles import (
     GATE_SPAN,
-    RUNTIME,
+    kernel,
     load_full_tile,
     load_tile,
     rows_of_level,
@@ -133,7 +133,7 @@ def diagonal_logits(
         return tl.dot(q, tl.trans(k), input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr,
     out_ptr, lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,

@@ -12,7 +12,7 @@ With W [C, D] the chunk's unit vectors, B = diag(beta), S = strict upper triangl
 import triton
 import triton.language as tl
 
-from .tiles import RUNTIME, dot, load_square, load_tile, peel, split
+from .tiles import dot, kernel, load_square, load_tile, peel, split
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def invert_diagonal(n_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(block_ptr + i * CHUNK + column % BLOCK, x[BLOCK - 1 - i])
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def chunk_kernel(
     w_ptr, beta_ptr, inverse_ptr, product_ptr, stride_wb, stride_wt, stride_wh, stride_bb,
     stride_bt, stride_bh, T, H, num_chunks, num_blocks, total_blocks, HEAD_DIM: tl.constexpr,

@@ -25,7 +25,7 @@ Names with `neg_` hold the negative, so that products accumulate.
 import triton
 import triton.language as tl
 
-from .tiles import RUNTIME, split, turned
+from .tiles import kernel, split, turned
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def overlaps(
     return acc
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def chunk_backward_kernel(
     q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, d_local_ptr, dx_ptr, d_low_ptr, neg_a_ptr,
     dq_ptr, dk_ptr, dw_ptr, d_beta_ptr,

@@ -45,10 +45,38 @@ def product_tiles(width: int, products: int) -> tuple[int, int]:
 WHOLE_PRODUCTS = 512
 
 
-WIDE_FLOAT32 = Tiles(32, 8, 1, rows=32)
-"""Backward passes of fp32 heads padded to 256. What stays is kept split into tf32 terms: 192 KiB of
-shared memory, 384 with 64 x 64. Slow: they spill.
+LARGE, SMALL = 227, 99
+"""KiB of shared memory of one program: what the launches are tuned for (Hopper, data center
+Blackwell), and the least they need (sm_86, 89, 120).
 """
+
+
+def shared_memory() -> int:
+    """KiB of shared memory of one program on the current card; the interpreter has all."""
+    if triton.knobs.runtime.interpret:
+        return LARGE
+    major, minor = torch.cuda.get_device_capability()
+    return {80: 163, 87: 163, 90: LARGE, 100: LARGE, 103: LARGE}.get(10 * major + minor, SMALL)
+
+
+def needed_memory(dtype: torch.dtype, width: int, path: bool) -> int:
+    """KiB that forward and backward of heads padded to `width` take at least: fp16 has gradients
+    in fp32, and with reflections 64 rows stay, a chunk.
+    """
+    if dtype == torch.bfloat16:
+        return SMALL
+    return 161 if path and width > 64 else 192 if width > 128 else SMALL
+
+
+WIDE = Tiles(32, 8, 1, rows=32)
+"""Backward passes whose 64 x 64 tiles do not fit. Slow: those of fp32 heads of 256 spill."""
+
+
+def wide(dtype: torch.dtype, width: int) -> bool:
+    """Whether these are the passes without reflections of heads padded to `width`. fp32 that stays
+    is kept split into tf32 terms: at 256 columns 384 KiB, 192 as WIDE.
+    """
+    return width * dtype.itemsize > (512 if shared_memory() >= LARGE else 256)
 
 
 def forward_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
@@ -64,17 +92,21 @@ def forward_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
     return Tiles(64, 4, 3 if width <= (128 if path else 64) else 2 if width <= 128 else 1)
 
 
-def query_tiles(dtype: torch.dtype, width: int) -> Tiles:
+def query_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
     """Tiles of the dq pass: a query tile stays, keys stream. 0.80 ms, 1.11 with 128 x 128."""
+    if not path and wide(dtype, width):
+        return WIDE
     if dtype == torch.float32:
-        return Tiles(32, 4, 2) if width <= 128 else WIDE_FLOAT32
+        return Tiles(32, 4, 2)
     return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
 
 
-def key_tiles(dtype: torch.dtype, width: int) -> Tiles:
+def key_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
     """Tiles of the dk, dv pass: a key tile stays, queries stream. 2.5 ms, 3.1 with 64 x 128."""
+    if not path and wide(dtype, width):
+        return WIDE
     if dtype == torch.float32:
-        return Tiles(64, 4, 1) if width <= 128 else WIDE_FLOAT32
+        return Tiles(64 if width <= 64 or shared_memory() >= LARGE else 32, 4, 1)
     return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
 
 

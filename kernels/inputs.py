@@ -177,9 +177,12 @@ def _key_groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]
 
 
 def _even_parts(count: int, most: int) -> list[slice]:
-    """0 ... count - 1 in as few ranges as ranges of at most `most` allow, as even as they can be."""
+    """0 ... count - 1 in as few ranges of at most `most` as there can be, even ones, none longer
+    than the first: what held its scratch holds theirs.
+    """
     parts = -(-count // most)
-    return [slice(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+    ends = [-(-count * i // parts) for i in range(parts + 1)]
+    return [slice(*range_) for range_ in zip(ends, ends[1:], strict=False)]
 
 
 def _scratch_bytes(inputs: Inputs, backward: bool) -> int:

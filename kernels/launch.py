@@ -9,9 +9,10 @@ is not 1.
 import torch
 from torch import Tensor
 
+from . import config
 from .attention import Gradients, backward, forward
 from .frames import Ends, make_frames
-from .inputs import dense, differentiable, groups, prepare
+from .inputs import dense, differentiable, groups, padded, prepare
 from .rectangle import rectangle_backward, rectangle_forward
 
 __all__ = [
@@ -45,6 +46,9 @@ def unsupported_reason(
     for name, width in (("q", q.shape[-1]), ("v", v.shape[-1])):
         if width > limit:
             return f"{name} has head width {width}, the kernels hold at most {limit}"
+    need = config.needed_memory(q.dtype, padded(max(q.shape[-1], v.shape[-1])), w is not None)
+    if need > config.SMALL and need > (there := config.shared_memory()):
+        return f"{q.dtype} takes {need} KiB of shared memory at this head width, there are {there}"
     return None
 
 

@@ -22,10 +22,10 @@ from . import config
 from .attention_backward import key_pass, load_rows, query_gradient
 from .attention_forward import attend
 from .inputs import LOG2_E, dense, differentiable, padded, positive, strides
-from .tiles import RUNTIME, as_product, load_tile, store_tile
+from .tiles import as_product, kernel, load_tile, store_tile
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def rectangle_forward_kernel(
     q_ptr, k_ptr, v_ptr, gate_q_ptr, gate_k_ptr, first_ptr, out_ptr, lse_ptr, stride_qb, stride_qh,
     stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_ot, stride_oh, stride_lb,
@@ -74,7 +74,7 @@ def rectangle_forward_kernel(
     tl.store(lse_ptr + rows, lse, mask=rows < limit)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def rectangle_dq_kernel(
     q_ptr, k_ptr, v_ptr, gate_k_ptr, first_ptr, rows_ptr, d_out_ptr, dq_ptr, d_gate_q_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
@@ -121,7 +121,7 @@ def rectangle_dq_kernel(
         tl.store(d_gate_q_ptr + q_head * TQ + rows, row_sum, mask=rows < TQ)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def rectangle_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, gate_k_ptr, first_ptr, reach_ptr, rows_ptr, d_out_ptr, dk_ptr, dv_ptr,
     d_gate_k_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb,
@@ -269,8 +269,8 @@ def rectangle_backward(
     TK, H, DV = v.shape[1:]
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     width = padded(max(D, DV))
-    query_tile = config.query_tiles(q.dtype, width)
-    key_tile = config.key_tiles(q.dtype, width)
+    query_tile = config.query_tiles(q.dtype, width, False)
+    key_tile = config.key_tiles(q.dtype, width, False)
     rows = query_tile.rows
     d_gate_q = d_gate_k = None
     bias = lse * -LOG2_E

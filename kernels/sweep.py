@@ -18,10 +18,10 @@ import triton.language as tl
 
 from .chunk import load_factors
 from .tiles import (
-    RUNTIME,
     blocks_of_level,
     carry,
     dot,
+    kernel,
     load_tile,
     rows_of_level,
     store_tile,
@@ -31,7 +31,7 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def tree_kernel(
     product_ptr, start_ptr, T, H, level, child_base, parent_base, total_blocks,
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, HAS_DOC: tl.constexpr,
@@ -123,7 +123,7 @@ def sweep_rows(
         store_tile(end_ptr, first, stride_et, T, t * size, CHUNK, BLOCK_D, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def sweep_kernel(
     q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, q_levels_ptr, k_levels_ptr, local_ptr,
     start_ptr, end_ptr, q_start_ptr, k_end_ptr, stride_qb, stride_qt, stride_qh, stride_kb,

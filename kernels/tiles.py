@@ -23,6 +23,16 @@ stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh stride_lb stride_
 """.split()
 """Arguments that follow the sequence length: specialised, they would compile anew for others."""
 
+UNALIGNED = """
+beta_ptr d_beta_ptr gate_ptr offset_ptr lse_ptr row_sum_ptr col_sum_ptr start_ptr end_ptr
+""".split()
+"""Tensors without a last dimension of D. Some groups of heads begin at 16 bytes in them and some do
+not; what is read of them are single values per row anyway.
+"""
+
+kernel = triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
+"""Of a kernel that is launched: one version for all lengths and groups of heads."""
+
 
 def num_levels(seq_len: int) -> int:
     """Levels that have at least one square: level l needs more than CHUNK << l tokens."""

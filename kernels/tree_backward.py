@@ -21,7 +21,7 @@ import triton.language as tl
 from .chunk import load_factors
 from .chunk_backward import add_dot, store_matrix
 from .sweep import crossed
-from .tiles import RUNTIME, dot, load_tile, store_tile, tile_pointers
+from .tiles import dot, kernel, load_tile, store_tile, tile_pointers
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def add_parent(
     return acc * size
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def product_gradient_kernel(
     q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, partial_ptr, start_ptr, end_ptr, T, H,
     level, row_base, num_blocks, num_splits, total_rows, moved_rows, GROUP: tl.constexpr,
@@ -127,7 +127,7 @@ def product_gradient_kernel(
     tl.store(tile_pointers(partial_ptr + c0, r0, BLOCK_D, TILE, TILE), acc)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def tree_backward_kernel(
     q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, product_ptr,
     partial_ptr, parent_ptr, parent_size_ptr, gradient_ptr, size_ptr, T, H, level, row_base,
@@ -169,7 +169,7 @@ def tree_backward_kernel(
     tl.store(size_ptr + parts, tl.maximum(tl.max(tl.abs(acc)), 1e-30))
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@kernel
 def chunk_product_backward_kernel(
     w_ptr, beta_ptr, inverse_ptr, q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr,
     end_ptr, product_ptr, parent_ptr, size_ptr, dx_ptr, dw_ptr, stride_wb, stride_wt, stride_wh,
