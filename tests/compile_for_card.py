@@ -3,21 +3,25 @@
     python tests/compile_for_card.py 89 '{"D": 128, "gate": true, "dtype": "bfloat16"}'
 
 The first argument is the compute capability, the second the keywords of make_inputs. A line per
-kernel: its name and its shared memory in KiB. Nothing runs: a launch ends with the binary.
+kernel: its name and its shared memory in KiB. Nothing runs: a launch ends with the binary. With
+--versions, its name and in how many versions calls in groups of one head compile it; nothing is
+compiled.
 """
 
 import json
 import os
 import sys
+from collections import defaultdict
 
 os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from path_backend.kernels import launch
+from path_backend.kernels import config, launch
 from path_backend.testing import make_inputs
 
 
@@ -37,10 +41,16 @@ class Card:
         return 0
 
 
-def compile_call(capability, **case):
-    """{kernel: KiB of shared memory} of forward and backward; the largest of all versions."""
+def call(capability, T, **case):
     driver.set_active(Card(capability))
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
+    inputs = make_inputs(T, **case).map(torch.detach)
+    out, lse = launch.attention_forward(*inputs, 1.0)
+    launch.attention_backward(torch.zeros_like(out), *inputs, out, lse, 1.0)
+
+
+def compile_call(capability, **case):
+    """{kernel: KiB of shared memory} of forward and backward; the largest of all versions."""
     shared, compiled = {}, JITFunction.run
 
     def run(self, *args, grid, warmup, **options):
@@ -49,14 +59,31 @@ def compile_call(capability, **case):
         shared[name] = max(kernel.metadata.shared / 1024, shared.get(name, 0))
 
     JITFunction.run = run
-    inputs = make_inputs(2000, **case).map(torch.detach)
-    out, lse = launch.attention_forward(*inputs, 1.0)
-    launch.attention_backward(torch.zeros_like(out), *inputs, out, lse, 1.0)
+    call(capability, 2000, **case)
     return shared
+
+
+def count_versions(capability, **case):
+    """{kernel: versions} over lengths and groups of one head, at any alignment."""
+    versions, launched = defaultdict(set), JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **options: launched(
+        self, *args, grid=grid, warmup=True, **options
+    )
+
+    def stop(*, key, fn, **_):
+        versions[fn.name].add(key)
+        return True
+
+    knobs.runtime.jit_cache_hook = stop
+    config.SCRATCH_BYTES = 1
+    for T in (300, 301, 302):
+        call(capability, T, **case)
+    return {name: len(keys) for name, keys in versions.items()}
 
 
 if __name__ == "__main__":
     case = json.loads(sys.argv[2])
     case["dtype"] = getattr(torch, case["dtype"])
-    for name, size in compile_call(int(sys.argv[1]), **case).items():
-        print(name, size)
+    count = count_versions if "--versions" in sys.argv else compile_call
+    for name, number in count(int(sys.argv[1]), **case).items():
+        print(name, number)

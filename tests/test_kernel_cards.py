@@ -16,14 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("case", [dict(), dict(w=None)], ids=["path_fox", "fox"])
-def test_kernels_fit_the_shared_memory_of_smaller_cards(case, tmp_path):
-    """Catches a launch that a card refuses, and instructions that only Hopper has."""
-    case = json.dumps(
-        {**case, "D": 128, "H": 1, "gate": True, "documents": True, "dtype": "bfloat16"}
-    )
+FOR_CARD = dict(D=128, H=1, gate=True, documents=True, dtype="bfloat16")
+
+
+def numbers_for_card(capability, *options, tmp_path, **case):
+    """{kernel: number} as tests/compile_for_card.py prints them."""
     done = subprocess.run(
-        [sys.executable, "tests/compile_for_card.py", "89", case],
+        [sys.executable, "tests/compile_for_card.py", capability, json.dumps(case), *options],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
@@ -31,6 +30,25 @@ def test_kernels_fit_the_shared_memory_of_smaller_cards(case, tmp_path):
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    sizes = dict(line.split() for line in done.stdout.splitlines())
-    assert len(sizes) >= 4
-    assert not {name: size for name, size in sizes.items() if float(size) > 99}
+    numbers = {name: float(number) for name, number in map(str.split, done.stdout.splitlines())}
+    assert len(numbers) >= 4
+    return numbers
+
+
+@pytest.mark.parametrize(
+    "case",
+    [dict(), dict(w=None), dict(w=None, D=256), dict(w=None, dtype="float32")],
+    ids=["path_fox", "fox", "fox-256", "fox-fp32"],
+)
+def test_kernels_fit_the_shared_memory_of_smaller_cards(case, tmp_path):
+    """Catches a launch that a card refuses, and instructions that only Hopper has."""
+    sizes = numbers_for_card("89", tmp_path=tmp_path, **{**FOR_CARD, **case})
+    assert not {name: size for name, size in sizes.items() if size > 99}
+
+
+def test_groups_of_heads_and_lengths_share_their_kernels(tmp_path):
+    """Catches a kernel compiled anew because the first number of a head lies at another address."""
+    case = {**FOR_CARD, "B": 2, "HQ": 6, "H": 3}
+    versions = numbers_for_card("90", "--versions", tmp_path=tmp_path, **case)
+    assert len(versions) == 10
+    assert not {name: number for name, number in versions.items() if number > 1}

@@ -37,7 +37,7 @@ from triton.runtime.jit import KernelInterface  # noqa: E402
 
 from path_backend.kernels import config, launch  # noqa: E402
 from path_backend.kernels.frames import make_frames  # noqa: E402
-from path_backend.kernels.inputs import prepare  # noqa: E402
+from path_backend.kernels.inputs import _even_parts, prepare  # noqa: E402
 
 pytestmark = NAN_IN_ALL_MEMORY
 
@@ -363,6 +363,43 @@ def test_uncovered_cases_are_refused_by_name(case, message):
     expected = f"implementation='triton' does not cover this call: {message}"
     with pytest.raises(NotImplementedError, match=expected):
         inputs.call(kernels)
+
+
+@pytest.mark.parametrize(
+    "there, case, reason",
+    [
+        (99, dict(), None),
+        (99, dict(D=64, dtype=torch.float32), None),
+        (99, dict(w=None, D=256), None),
+        (99, dict(w=None, dtype=torch.float32), None),
+        (
+            99,
+            dict(dtype=torch.float32),
+            "161 KiB of shared memory at this head width, there are 99",
+        ),
+        (99, dict(dtype=torch.float16), "torch.float16 takes 161 KiB"),
+        (99, dict(D=64, DV=128, dtype=torch.float32), "161 KiB"),
+        (163, dict(dtype=torch.float32), None),
+        (163, dict(w=None, D=256, dtype=torch.float32), "192 KiB"),
+    ],
+)
+def test_cards_with_too_little_shared_memory_are_named(there, case, reason, monkeypatch):
+    """Catches a case that a small card fails in the launch, and one that it would have run."""
+    monkeypatch.setattr(config, "shared_memory", lambda: there)
+    inputs = make_inputs(10, **{"D": 128, "dtype": torch.bfloat16, **case})
+    actual = launch.unsupported_reason(*inputs)
+    assert actual is None if reason is None else reason in actual
+
+
+@pytest.mark.parametrize("count, most", [(16, 16), (16, 7), (8, 3), (17, 4), (5, 1), (1, 9)])
+def test_groups_are_few_and_even(count, most):
+    """Catches a last group that leaves SMs idle, and one that takes more scratch than the first."""
+    parts = _even_parts(count, most)
+    sizes = [part.stop - part.start for part in parts]
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(count))
+    assert len(parts) == -(-count // most)
+    assert sizes[0] == max(sizes) <= min(sizes) + 1
+    assert sizes[0] <= most
 
 
 # The ops on kernels, as dispatcher, compiler and checkpointing see them
