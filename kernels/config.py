@@ -24,7 +24,7 @@ class Tiles:
 
 SCRATCH_BYTES = 13 << 27
 """Heads are processed in groups whose scratch stays under this, so that memory does not grow with
-their number. 2 GiB hold 2 x 8192 tokens x 16 heads x 128 in one group: smaller groups leave SMs
+their number. 1.6 GiB hold 2 x 8192 tokens x 32/8 heads x 128 in one group: smaller groups leave SMs
 idle.
 """
 
