@@ -68,6 +68,7 @@ def plan() -> list[Job]:
         *_length_extrapolation(),
         *_mqrar(seed=0),
         *_mqrar_open_gates(seed=0),
+        *_mqrar_lower_rate(seed=0),
         *_small_mqrar(seed=0),
         *(job for seed in (1, 2) for job in (*_words(seed), *_mqrar(seed), *_small_mqrar(seed))),
     ]
@@ -131,6 +132,15 @@ def _mqrar_open_gates(seed: int) -> Iterator[Job]:
         if job.attention in ("path_fox", "fox"):
             name = job.name.replace("mqrar/", "mqrar_open_gates/")
             overrides = (*job.overrides, "--model.path.gate_start=0.998")
+            yield replace(job, name=name, overrides=overrides)
+
+
+def _mqrar_lower_rate(seed: int) -> Iterator[Job]:
+    """RoPE learns nothing at the rate of the others; at a third of it, late."""
+    for job in _mqrar(seed):
+        if job.attention == "default":
+            name = job.name.replace("mqrar/", "mqrar_lower_rate/")
+            overrides = (*job.overrides, "--optimizer.lr=3e-4", "--training.steps=5000")
             yield replace(job, name=name, overrides=overrides)
 
 

@@ -283,6 +283,7 @@ GROUPS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "a5_word_problem": ("Word problem of A5", word_problem),
     "mqrar": ("MQRAR-N", mqrar),
     "mqrar_open_gates": ("MQRAR-N, gates that start at 0.998 instead of 0.5", mqrar),
+    "mqrar_lower_rate": ("MQRAR-N, learning rate 3e-4 instead of 1e-3", mqrar),
     "mqrar_small": ("MQRAR-N, small: 8 variables, 128 tokens, width 64", mqrar),
     "length_extrapolation": ("Perplexity beyond the trained length", length_extrapolation),
 }
