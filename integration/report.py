@@ -188,7 +188,7 @@ def plot_accuracy(results: Results, path: Path) -> None:
     A colour for each attention, a line style for each depth.
     """
     pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(6.4, 3.6))
+    figure, axis = pyplot.subplots(figsize=(8, 3.6))
     for attention, runs in _by_attention(results):
         for depth, seeds in _by_depth(runs).items():
             accuracies = [[1 - error for error in _by_position(run)[1:]] for run in seeds]
@@ -206,7 +206,7 @@ def plot_accuracy(results: Results, path: Path) -> None:
 def plot_depths(results: Results, path: Path) -> None:
     """The table: smallest depth over the length, up to the last one that a depth solves."""
     pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(6.4, 3.6))
+    figure, axis = pyplot.subplots(figsize=(8, 3.6))
     for attention, depths in smallest_depths(results).items():
         solved = {length: depth for length, depth in depths.items() if depth is not None}
         apart = 0.05 * ATTENTIONS.index(attention)  # so that equal depths do not hide each other
@@ -232,7 +232,7 @@ def _finish_words(figure: Any, axis: Any, path: Path, results: Results, label: s
 def plot_length_extrapolation(results: Results, path: Path) -> None:
     """Loss by position on the documents that fill the longest length that any fills."""
     pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(6.4, 3.6))
+    figure, axis = pyplot.subplots(figsize=(8, 3.6))
     for attention, runs in _by_attention(results):
         row = [row for row in _first_text(runs) if row["documents"]][-1]
         positions = [row["bucket"] * (i + 0.5) for i in range(len(row["loss_by_position"]))]
@@ -259,7 +259,7 @@ def _style(attention: str) -> dict[str, str]:
 
 def _finish(figure: Any, axis: Any, path: Path) -> None:
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
@@ -279,13 +279,13 @@ def _percent(share: float, digits: int | None = None) -> str:
 
 GROUPS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "flip_flop": ("Flip-flop language modelling", flip_flop),
-    "s5_swaps": ("Word problem of S5, by swaps", word_problem),
-    "a5_word_problem": ("Word problem of A5", word_problem),
+    "s5_swaps": ("Word problem of S5 by swaps: fewest layers with 90 %, best seed", word_problem),
+    "a5_word_problem": ("Word problem of A5: fewest layers with 90 %, best seed", word_problem),
     "mqrar": ("MQRAR-N", mqrar),
     "mqrar_open_gates": ("MQRAR-N, gates that start at 0.998 instead of 0.5", mqrar),
     "mqrar_lower_rate": ("MQRAR-N, learning rate 3e-4 instead of 1e-3", mqrar),
     "mqrar_small": ("MQRAR-N, small: 8 variables, 128 tokens, width 64", mqrar),
-    "length_extrapolation": ("Perplexity beyond the trained length", length_extrapolation),
+    "length_extrapolation": ("Perplexity beyond the trained 1,024 tokens", length_extrapolation),
 }
 PLOTS = {
     "s5_swaps": plot_accuracy,

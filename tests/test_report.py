@@ -127,7 +127,7 @@ def test_readme_and_pictures(tmp_path):
         report.main([f"--results={tmp_path}", f"--readme={readme}"])
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith(f"{report.END}\nafter\n")
-    assert "old" not in text and text.count("**Word problem of A5**") == 1
+    assert "old" not in text and text.count("**Word problem of A5: ") == 1
     assert "Runs: 1 of 4,000 steps, on card, torch 2.11, 2026-11-29." in text
     assert "Without a result: mqrar/path (exit 1)." in text
     for group in report.PLOTS:
