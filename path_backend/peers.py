@@ -7,9 +7,12 @@ one of its rows is asked for.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -85,11 +88,23 @@ def sdpa(backend: SDPBackend) -> Implementation:
     return Implementation(build, lambda: sdpa_kernel(backend))
 
 
+def fla(module: str) -> ModuleType:
+    """A module of flash-linear-attention. It imports transformers, which takes the folder `kernels`
+    of a checkout on sys.path for a package of that name.
+    """
+    path = sys.path
+    sys.path = [x for x in path if not Path(x, "kernels", "launch.py").exists()]
+    try:
+        return import_module(f"fla.{module}")
+    finally:
+        sys.path = path
+
+
 def fla_path(gate: bool) -> Implementation:
     """flash-linear-attention's PaTH, which takes w, beta and the gate in fp32."""
 
     def build(inputs: Inputs) -> Problem:
-        attention = import_module("fla.ops.path_attn").parallel_path_attn
+        attention = fla("ops.path_attn").parallel_path_attn
         if not gate:
             inputs = inputs._replace(log_gate=None)
         leaves = inputs.leaves().differentiable()
@@ -97,14 +112,14 @@ def fla_path(gate: bool) -> Implementation:
         arguments = (*leaves.values(), *(() if gate else (None,)))
         return Problem(lambda: attention(*arguments)[0], leaves)
 
-    return Implementation(build, scales_gate=True)
+    return Implementation(build, scales_gate=gate)
 
 
 def fla_fox() -> Implementation:
     """flash-linear-attention's Forgetting Transformer."""
 
     def build(inputs: Inputs) -> Problem:
-        attention = import_module("fla.ops.forgetting_attn").parallel_forgetting_attn
+        attention = fla("ops.forgetting_attn").parallel_forgetting_attn
         leaves = inputs._replace(w=None, beta=None).leaves().differentiable()
         return Problem(lambda: attention(*leaves.values()), leaves)
 

@@ -3,13 +3,18 @@
 import contextlib
 import csv
 import io
+import sys
+from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import on_ranks
 
 from path_backend import benchmark, benchmark_context_parallel, context_parallel, peers
+from path_backend.attention import path_attention
+from path_backend.testing import make_inputs
 
 TINY = "--lengths 70 130 --widths 16 --heads 2/1 --tokens 130 --rep 1".split()
 
@@ -115,6 +120,39 @@ def test_accuracy_is_measured_on_what_was_run(capsys, on_cpu):
             {"dlog_gate"} if row["implementation"] == "path" else set()
         )
         assert all(0 < float(row[x]) < 1e-4 for x in columns), row
+
+
+@pytest.mark.parametrize("name", ["fla_path", "fla_path_fox"])
+def test_accuracy_of_a_peer(on_cpu, name):
+    """Catches a gate's factor where there is no gate, or none where the peer has one."""
+    inputs = make_inputs(70, gate=peers.WITH_REFLECTIONS[name]).map(torch.detach)
+    leaves = benchmark.clipped(inputs).leaves()
+    scale = inputs.q.shape[-1] ** -0.5 if name == "fla_path_fox" else 1.0
+    problem = peers.Problem(
+        lambda: leaves.call(path_attention, implementation="torch", gate_scale=scale),
+        leaves.differentiable(),
+    )
+    errors = benchmark.accuracy_of(name, inputs, 1.0)(problem)
+    assert errors.keys() == {"out", *(f"d{x}" for x in leaves.differentiable())}
+    assert max(errors.values()) < 1e-5
+
+
+def test_a_peer_is_imported_from_a_checkout(tmp_path, monkeypatch):
+    """Catches our folder `kernels` met by transformers, in which the first import then fails."""
+    package = tmp_path / "site" / "fla"
+    package.mkdir(parents=True)
+    package.joinpath("__init__.py").write_text(
+        "from importlib.util import find_spec\nfound = find_spec('kernels')\n"
+    )
+    package.joinpath("ops.py").touch()
+    checkout = str(Path(__file__).parents[1])
+    monkeypatch.setattr(sys, "path", [checkout, str(tmp_path / "site"), *sys.path])
+    for module in ("fla", "fla.ops"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    assert find_spec("kernels") is not None
+    peers.fla("ops")
+    assert sys.modules["fla"].found is None
+    assert sys.path[0] == checkout
 
 
 def test_documents_and_memory(capsys, on_cpu):

@@ -370,7 +370,7 @@ def test_registered_lazily():
     """The wrapped spec missing, or a stock model imported by a job that does not use it."""
     spec = registry.get_train_spec("qwen3")
     assert isinstance(spec, train_spec._LazyTrainSpec)
-    assert spec.build_optimizers_fn is qwen3.get_train_spec().build_optimizers_fn
+    assert spec.build_lr_schedulers_fn is qwen3.get_train_spec().build_lr_schedulers_fn
     assert spec.model_args["debugmodel"].attention == "default"
 
 
