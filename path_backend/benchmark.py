@@ -372,7 +372,11 @@ def plot(rows: list[dict[str, str]], path: Path) -> None:
     if not panels:
         raise ValueError("there is no time to plot: every row failed")
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(4.2 * len(panels), 4), sharey=True, squeeze=False
+        *(1, len(panels)),
+        figsize=(1.5 + 3.7 * len(panels), 4),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for (D, HQ, H), axis in zip(panels, axes[0], strict=True):
         for i, name in enumerate(IMPLEMENTATIONS):
@@ -391,8 +395,9 @@ def plot(rows: list[dict[str, str]], path: Path) -> None:
         axis.set_title(f"D = {D}, {HQ} heads on {H}")
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("forward + backward, µs per token")
-    axes[0, 0].legend(fontsize=8)
-    figure.tight_layout()
+    lines = {line.get_label(): line for axis in axes[0] for line in axis.get_lines()}
+    names = [name for name in IMPLEMENTATIONS if name in lines]
+    figure.legend([lines[x] for x in names], names, loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=150)
 
 
