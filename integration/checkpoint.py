@@ -12,6 +12,7 @@ import functools
 import re
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
@@ -68,9 +69,10 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
             torchtitan calls to_hf, this, and then a strict load of what to_hf returned.
             """
             reader = super().get_hf_storage_reader(path, from_quantized)
-            found = reader.read_metadata().state_dict_metadata.keys()
+            found = reader.read_metadata().state_dict_metadata
             exported, self._exported = self._exported, {}
-            ours, _ = _split(exported, _OURS_IN_HF)
+            ours, stock = _split(exported, _OURS_IN_HF)
+            refuse_other_sizes(path, ours, found)
             missing = [name for name in ours if name not in found]
             for name in missing:
                 del exported[name]
@@ -78,8 +80,14 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
                 logger.warning(
                     f"Not in {path}, initial values stay: {', '.join(_by_layer(missing))}"
                 )
-            unused = [name for name in found if _OURS_IN_HF.match(name) and name not in ours]
-            if unused:
+            # by name in the layer: other layers may be those of other stages of a pipeline
+            used = {match[2] for match in map(_OURS_IN_HF.fullmatch, ours) if match}
+            unused = [
+                name
+                for name in found
+                if (match := _OURS_IN_HF.fullmatch(name)) and match[2] not in used
+            ]
+            if unused and any(name.startswith("model.layers.") for name in stock):
                 logger.warning(
                     f'In {path}, not used by model.attention = "{self.model_args.attention}": '
                     f"{', '.join(_by_layer(unused))}"
@@ -104,6 +112,19 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
 
     PathAdapter.__name__ = PathAdapter.__qualname__ = f"Path{stock_cls.__name__}"
     return PathAdapter
+
+
+def refuse_other_sizes(
+    folder: str, parameters: dict[str, Any], saved: dict[str, STORAGE_TYPES]
+) -> None:
+    """Raises ValueError if one of these parameters has another shape in a checkpoint."""
+    for name, parameter in parameters.items():
+        size = getattr(saved.get(name), "size", parameter.shape)
+        if tuple(size) != tuple(parameter.shape):
+            raise ValueError(
+                f"{folder} must be of the same w_rank and conv_width in [model.path], got {name} "
+                f"of {list(size)}, the job's is {list(parameter.shape)}"
+            )
 
 
 def _split(state_dict: dict[str, Any], pattern: re.Pattern) -> tuple[dict, dict]:

@@ -123,7 +123,7 @@ class Path:
 class Model:
     attention: Attention = "default"
     """
-    Attention of every layer: "default" is the model's own, untouched; "path" is PaTH; "path_fox" is
+    Attention of every layer: "default" is the model's own; "path" is PaTH; "path_fox" is
     PaTH with the forget gate of the Forgetting Transformer; "fox" is that gate alone. Baselines:
     "nope" has no positions at all, "stick_breaking" replaces the softmax (plain torch, T^2 memory).
     """

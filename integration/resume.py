@@ -6,12 +6,13 @@ ranks is not supported.
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.checkpoint import DATALOADER, CheckpointManager
 
-from path_backend.integration.checkpoint import OURS
+from path_backend.integration.checkpoint import OURS, refuse_other_sizes
 
 _RANK = re.compile(rf"{DATALOADER}\.dp_rank_\d+")
 
@@ -30,15 +31,27 @@ def refuse_other_checkpoints() -> None:
 
 
 def check(state_dict: dict[str, Any], folder: str) -> None:
-    """Raises ValueError if a folder lacks what `state_dict` asks for, as a job's own does not."""
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata.keys()
-    missing = {match[2] for name in state_dict.keys() - saved if (match := OURS.fullmatch(name))}
+    """Raises ValueError if a folder holds other parameters of attention than `state_dict` asks for,
+    or lacks places in the data.
+    """
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    missing = _names(state_dict.keys() - saved.keys())
     if missing:
         raise ValueError(
             f"{folder} must be of the same model.attention and [model.path], got one without "
             f"{', '.join(sorted(missing))} in its layers. Through Hugging Face's format "
             "(checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf) they would stay initial"
         )
+    ours = {name: value for name, value in state_dict.items() if OURS.fullmatch(name)}
+    surplus = _names(saved.keys()) - _names(ours.keys())
+    # a stage of a pipeline may have no layer
+    if surplus and any(name.startswith("layers.") for name in state_dict):
+        raise ValueError(
+            f"{folder} must be of the same model.attention and [model.path], got one with "
+            f"{', '.join(sorted(surplus))} in its layers. Through Hugging Face's format "
+            "(checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf) they are left out"
+        )
+    refuse_other_sizes(folder, ours, saved)
     if DATALOADER in state_dict:
         ranks = state_dict[DATALOADER].state_dict().get("world_size")
         found = sum(map(bool, map(_RANK.fullmatch, saved)))
@@ -47,3 +60,8 @@ def check(state_dict: dict[str, Any], folder: str) -> None:
                 f"{folder} must hold the places in the data of {ranks} data parallel ranks, got "
                 f'{found}: checkpoint.exclude_from_loading = ["dataloader"] starts the data again'
             )
+
+
+def _names(parameters: Iterable[str]) -> set[str]:
+    """Names in their layer of our parameters among these."""
+    return {match[2] for match in map(OURS.fullmatch, parameters) if match}

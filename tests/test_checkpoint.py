@@ -171,6 +171,18 @@ def test_other_attention(tmp_path):
     assert sorted(listed.split(", ")) == [f"{names}.gate.bias", f"{names}.gate.weight"]
     assert_equal(exported(back), exported(first))
 
+    stages = start(
+        tmp_path / "stages", "llama3", "path_fox", "PP2", *load_hf(folder), *UNCHANGED, *EXPORT
+    )
+    assert "not used" not in stages.output
+    with pytest.raises(
+        TrainerError, match=r"conv_width .*conv.weight of \[32, 3\], .* is \[32, 2\]"
+    ):
+        start(
+            *(tmp_path / "wider", "llama3", "path", "1 rank", *load_hf(folder), *UNCHANGED),
+            "--model.path.conv_width=2",
+        )
+
 
 def test_files_of_the_base_model(plain, tmp_path):
     """New parameters without a file, where the base model's index spreads tensors over several."""
@@ -247,6 +259,12 @@ def test_refuses_to_resume(tmp_path):
     message = f"{folder} must be of the same model.attention .* without gate.bias, gate.weight in"
     with pytest.raises(TrainerError, match=message):
         start(tmp_path, "llama3", "path_fox", "FSDP2", *longer)
+    message = f"{folder} must be of the same model.attention .* with beta.bias, beta.weight, conv"
+    with pytest.raises(TrainerError, match=message):
+        start(tmp_path, "llama3", "nope", "FSDP2", *longer)
+    message = r"w_rank and conv_width .*path.w_down.weight of \[32, 64\], .* is \[3, 64\]"
+    with pytest.raises(TrainerError, match=message):
+        start(tmp_path, "llama3", "path", "FSDP2", *longer, "--model.path.w_rank=3")
     message = "places in the data of {} data parallel ranks, got {}: checkpoint.exclude_from_load"
     with pytest.raises(TrainerError, match=message.format(1, 2)):
         start(tmp_path, "llama3", "path", "TP2", *longer)
