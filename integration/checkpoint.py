@@ -10,6 +10,7 @@ another order than Hugging Face does. Without RoPE nothing pairs channels: rows 
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES
@@ -81,7 +82,7 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
                     f"Not in {path}, initial values stay: {', '.join(_by_layer(missing))}"
                 )
             # by name in the layer: other layers may be those of other stages of a pipeline
-            used = {match[2] for match in map(_OURS_IN_HF.fullmatch, ours) if match}
+            used = names_in_layers(ours, _OURS_IN_HF)
             unused = [
                 name
                 for name in found
@@ -112,6 +113,11 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
 
     PathAdapter.__name__ = PathAdapter.__qualname__ = f"Path{stock_cls.__name__}"
     return PathAdapter
+
+
+def names_in_layers(parameters: Iterable[str], pattern: re.Pattern = OURS) -> set[str]:
+    """Of those that match, what follows `attention.path.`, whichever the layer."""
+    return {match[2] for match in map(pattern.fullmatch, parameters) if match}
 
 
 def refuse_other_sizes(

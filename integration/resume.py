@@ -6,13 +6,12 @@ ranks is not supported.
 
 import functools
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.checkpoint import DATALOADER, CheckpointManager
 
-from path_backend.integration.checkpoint import OURS, refuse_other_sizes
+from path_backend.integration.checkpoint import OURS, names_in_layers, refuse_other_sizes
 
 _RANK = re.compile(rf"{DATALOADER}\.dp_rank_\d+")
 
@@ -35,7 +34,7 @@ def check(state_dict: dict[str, Any], folder: str) -> None:
     or lacks places in the data.
     """
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-    missing = _names(state_dict.keys() - saved.keys())
+    missing = names_in_layers(state_dict.keys() - saved.keys())
     if missing:
         raise ValueError(
             f"{folder} must be of the same model.attention and [model.path], got one without "
@@ -43,7 +42,7 @@ def check(state_dict: dict[str, Any], folder: str) -> None:
             "(checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf) they would stay initial"
         )
     ours = {name: value for name, value in state_dict.items() if OURS.fullmatch(name)}
-    surplus = _names(saved.keys()) - _names(ours.keys())
+    surplus = names_in_layers(saved.keys()) - names_in_layers(ours.keys())
     # a stage of a pipeline may have no layer
     if surplus and any(name.startswith("layers.") for name in state_dict):
         raise ValueError(
@@ -60,8 +59,3 @@ def check(state_dict: dict[str, Any], folder: str) -> None:
                 f"{folder} must hold the places in the data of {ranks} data parallel ranks, got "
                 f'{found}: checkpoint.exclude_from_loading = ["dataloader"] starts the data again'
             )
-
-
-def _names(parameters: Iterable[str]) -> set[str]:
-    """Names in their layer of our parameters among these."""
-    return {match[2] for match in map(OURS.fullmatch, parameters) if match}

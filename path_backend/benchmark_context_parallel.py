@@ -168,11 +168,11 @@ def clock(
     both_ms = timed(both, args.rep, args.warmup)
     sent = (GroupTransport.sent - sent) // (args.rep + args.warmup)
     peak = (allocated(peak=True) - before) / 2**30
-    exposed, collectives = communication_of(both) if ranks > 1 else (0.0, 0.0)
+    communication = communication_of(both) if ranks > 1 else (0.0, 0.0)
     peak, sent_mb = over_ranks([peak, sent / 1e6], dist.ReduceOp.MAX)
-    sums = over_ranks([exposed, collectives], dist.ReduceOp.SUM)
-    exposed, collectives = (x / dist.get_world_size() for x in sums)
-    return Row(method, ranks, forward_ms, both_ms, exposed, collectives, peak, sent_mb, 0.0)
+    sums = over_ranks([*communication], dist.ReduceOp.SUM)
+    alone, collectives = (x / dist.get_world_size() for x in sums)
+    return Row(method, ranks, forward_ms, both_ms, alone, collectives, peak, sent_mb, 0.0)
 
 
 def timed(step: Step, repetitions: int, warmup: int) -> float:
@@ -213,8 +213,12 @@ def communication_of(step: Step) -> tuple[float, float]:
     for event in profiler.events():
         if event.device_type.name == "CUDA":
             spans["nccl" in event.name].append((event.time_range.start, event.time_range.end))
-    everything = covered(spans[True] + spans[False])
-    return (everything - covered(spans[False])) / 1e3, covered(spans[True]) / 1e3
+    return exposed(spans[True], spans[False]) / 1e3, covered(spans[True]) / 1e3
+
+
+def exposed(collectives: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """Length in which collectives run and nothing else does."""
+    return covered(collectives + others) - covered(others)
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

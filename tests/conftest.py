@@ -20,6 +20,22 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
+def compilations(monkeypatch):
+    """compilations(step, *lengths): the kernels that Triton compiles in step(T) of each."""
+    compiled = []
+    knobs = pytest.importorskip("triton").knobs.runtime
+    monkeypatch.setattr(knobs, "jit_post_compile_hook", lambda **event: compiled.append(event))
+
+    def of(step, *lengths):
+        compiled.clear()
+        for T in lengths:
+            step(T)
+        return [event["repr"] for event in compiled]
+
+    return of
+
+
+@pytest.fixture
 def uninitialized_memory_is_nan():
     """An element that no kernel writes, or that is read before, spoils the result."""
     torch.use_deterministic_algorithms(True, warn_only=True)

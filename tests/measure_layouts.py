@@ -23,7 +23,7 @@ import torch
 import trainer
 from parity import Layout
 
-from path_backend.benchmark_context_parallel import covered
+from path_backend.benchmark_context_parallel import exposed
 
 TESTS = Path(__file__).resolve().parent
 LAYOUTS = [
@@ -131,9 +131,8 @@ def communication(trace: Path) -> str:
             span = (event["ts"], event["ts"] + event["dur"])
             spans["nccl" in event["name"].lower()].append(span)
     everything = spans[True] + spans[False]
-    exposed = covered(everything) - covered(spans[False])
     whole = max(end for _, end in everything) - min(start for start, _ in everything)
-    return f"{exposed / 1e3:.0f} of {whole / 1e3:,.0f} ms"
+    return f"{exposed(spans[True], spans[False]) / 1e3:.0f} of {whole / 1e3:,.0f} ms"
 
 
 def line(cells) -> str:

@@ -448,25 +448,19 @@ def test_real_widths_of_rectangles(D, dtype):
 
 
 @pytest.mark.gpu
-def test_lengths_compile_nothing_new(monkeypatch):
+def test_lengths_compile_nothing_new(compilations):
     """Catches specialisation on the lengths of queries or keys: seconds at every new one."""
-    compiled = []
-    monkeypatch.setattr(
-        triton.knobs.runtime, "jit_post_compile_hook", lambda **event: compiled.append(event)
-    )
 
-    def compilations(*lengths):
-        compiled.clear()
-        for T in lengths:
-            inputs = piece(T, torch.bfloat16, D=80, **KINDS["path_fox"])
-            run_block(launch, inputs, arriving(inputs))
-            x = rectangle(T, T + 1, torch.bfloat16, D=80, gate=True, first=(-9, T))
-            run_rectangle(launch, x)
-        return [event["repr"] for event in compiled]
+    def step(T):
+        inputs = piece(T, torch.bfloat16, D=80, **KINDS["path_fox"])
+        run_block(launch, inputs, arriving(inputs))
+        x = rectangle(T, T + 1, torch.bfloat16, D=80, gate=True, first=(-9, T))
+        run_rectangle(launch, x)
 
     # No other test has this width, so what is warm does not depend on their order.
-    assert compilations(40, 100, 5000), "the hook sees no compilation"
-    assert not compilations(1, 2, 16, 63, 64, 65, 127, 128, 129, 250, 256, 257, 512, 1000, 3333)
+    assert compilations(step, 40, 100, 5000), "the hook sees no compilation"
+    lengths = (1, 2, 16, 63, 64, 65, 127, 128, 129, 250, 256, 257, 512, 1000, 3333)
+    assert not compilations(step, *lengths)
 
 
 @pytest.mark.gpu
