@@ -1,7 +1,7 @@
 """A torchtitan model with its attention replaced, and the arguments that say how.
 
 `args_with_attention` gives a flavor's arguments the values of `[model] attention` and
-`[model.path]`, the checks that refuse at start-up what cannot work, and honest FLOPs.
+`[model.path]`, checked, and honest FLOPs.
 `build_model` builds from them the stock model itself (`default`) or a subclass of it.
 """
 
@@ -11,10 +11,9 @@ from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
 import torch
-from torch.torch_version import TorchVersion
 from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
 
-from path_backend.integration import context_parallel
+from path_backend.integration import refusals
 from path_backend.integration.flops import transform_flops_per_token
 from path_backend.integration.tasks import training_task
 from path_backend.layer import PathAttention, document_start_from_eos
@@ -27,7 +26,6 @@ PARTS = {
     "stick_breaking": {"reflections": False, "forget_gate": False, "stick_breaking": True},
 }
 ATTENTIONS = ("default", *PARTS)
-KEEPS_PIPELINE_BUFFERS = TorchVersion(torch.__version__) < (2, 13)
 
 
 def args_with_attention(stock: BaseModelArgs) -> "PathArgs":
@@ -62,25 +60,25 @@ class PathArgs:
         if self.attention != "default":
             self.attn_type = "sdpa"  # the flavor's own may refuse context parallelism
         super().update_from_config(job_config, **kwargs)
-        self._refuse_pipeline(job_config)
         task = training_task(job_config)
         if task is not None:
             self.vocab_size = len(task.vocabulary)
+        if self.attention != "default":
+            self.path = job_config.model.path
+            self.watch = job_config.metrics.enable_tensorboard or job_config.metrics.enable_wandb
+            # The trainer asks the model for masks only if it reads "flex" here.
+            self.attn_type = "flex" if self.document_mask else "sdpa"
+        refusals.check_job(self, job_config)
         if self.attention == "default":
             return
-        self.path = job_config.model.path
-        self.watch = job_config.metrics.enable_tensorboard or job_config.metrics.enable_wandb
-        # The trainer asks the model for masks only if it reads "flex" here.
-        self.attn_type = "flex" if self.document_mask else "sdpa"
-        self._refuse_unsupported(job_config)
         for quantized in (job_config.quantize.linear.float8, job_config.quantize.linear.mx):
             quantized.filter_fqns = [*quantized.filter_fqns, "attention.path."]
 
     def get_nparams_and_flops(self, model: torch.nn.Module, seq_len: int) -> tuple[int, int]:
         n_params, flops = super().get_nparams_and_flops(model, seq_len)
-        if PARTS.get(self.attention, {}).get("reflections"):
+        if self.reflections:
             flops += self.n_layers * transform_flops_per_token(
-                self.n_heads, self._n_kv_heads, self._head_dim, seq_len
+                self.n_heads, self.kv_heads, self.head_size, seq_len
             )
         return n_params, flops
 
@@ -95,84 +93,16 @@ class PathArgs:
         return self.path.document_mask or flavor_mask == "block_causal"
 
     @property
-    def _n_kv_heads(self):
+    def reflections(self) -> bool:
+        return self.attention != "default" and PARTS[self.attention]["reflections"]
+
+    @property
+    def kv_heads(self):
         return getattr(self, "n_kv_heads", None) or self.n_heads
 
     @property
-    def _head_dim(self):
+    def head_size(self):
         return getattr(self, "head_dim", self.dim // self.n_heads)
-
-    def _refuse_pipeline(self, job_config) -> None:
-        """What torchtitan's pipeline cannot split, or torch's cannot run, of any attention."""
-        degree = job_config.parallelism.pipeline_parallel_degree
-        if degree == 1:
-            return
-        for key, what in (
-            ("enable_weight_tying", "ties the output layer to the embedding of another stage"),
-            ("moe_enabled", "has experts"),
-        ):
-            if getattr(self, key, False):
-                raise ValueError(
-                    f"parallelism.pipeline_parallel_degree must be 1, got {degree}: flavor "
-                    f"{job_config.model.flavor!r} of {job_config.model.name} {what}"
-                )
-        training, validation = job_config.training, job_config.validation
-        if not validation.enable:
-            return
-        for key in ("local_batch_size", "seq_len") if KEEPS_PIPELINE_BUFFERS else ():
-            sizes = getattr(validation, key), getattr(training, key)
-            if sizes[0] != sizes[1]:
-                raise ValueError(
-                    f"validation.{key} must be training.{key} in a pipeline, got "
-                    f"{sizes[0]} and {sizes[1]} (torch {torch.__version__} keeps the buffers "
-                    "between stages that it made for the first batch; 2.13 does not)"
-                )
-        size = job_config.parallelism.pipeline_parallel_microbatch_size
-        micro_batches = training.local_batch_size // size
-        if micro_batches and validation.local_batch_size % micro_batches:
-            raise ValueError(
-                f"validation.local_batch_size must be a multiple of {micro_batches}, the number of "
-                "micro-batches (training.local_batch_size / "
-                "parallelism.pipeline_parallel_microbatch_size), in a pipeline, got "
-                f"{validation.local_batch_size}"
-            )
-
-    def _refuse_unsupported(self, job_config) -> None:
-        here = f'model.attention = "{self.attention}"'
-        heads, kv_heads = self.n_heads, self._n_kv_heads
-        tp = job_config.parallelism.tensor_parallel_degree
-        if PARTS[self.attention]["reflections"] and self.path.w_rank > self.dim:
-            raise ValueError(
-                f"model.path.w_rank must be at most {self.dim}, the dim of flavor "
-                f"{job_config.model.flavor!r}, or 0 for full rank, got {self.path.w_rank}"
-            )
-        if heads % kv_heads:
-            raise ValueError(
-                f"{here} needs n_heads to be a multiple of n_kv_heads, but flavor "
-                f"{job_config.model.flavor!r} has {heads} and {kv_heads}"
-            )
-        if kv_heads % tp:
-            raise ValueError(
-                f"{here} shards key/value heads: parallelism.tensor_parallel_degree must divide "
-                f"the {kv_heads} key/value heads of flavor {job_config.model.flavor!r}, got {tp}"
-            )
-        context_parallel.check(job_config, self.attention, kv_heads)
-        _refuse_lengths(job_config)
-
-
-def _refuse_lengths(job_config) -> None:
-    """Sequences that ranks cannot share: torchtitan does not look at those of validation."""
-    tp = job_config.parallelism.tensor_parallel_degree
-    cp = job_config.parallelism.context_parallel_degree
-    divisor, what = tp, "parallelism.tensor_parallel_degree"
-    if cp > 1:
-        divisor, what = 2 * cp * tp, f"2 * parallelism.context_parallel_degree * {what}"
-    for table, used in (("training", True), ("validation", job_config.validation.enable)):
-        length = getattr(job_config, table).seq_len
-        if used and length % divisor:
-            raise ValueError(
-                f"{table}.seq_len must be a multiple of {what} = {divisor}, got {length}"
-            )
 
 
 class TitanAttention(PathAttention):

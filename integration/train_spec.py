@@ -19,6 +19,7 @@ from torch import nn
 from torchtitan.components.loss import LossFunction
 from torchtitan.components.metrics import MetricsProcessor, build_metrics_processor
 from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
@@ -31,6 +32,7 @@ from path_backend.integration import (
     context_parallel,
     metrics,
     pipeline,
+    refusals,
     resume,
     tasks,
 )
@@ -66,12 +68,14 @@ def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
     parallelize = spec.parallelize_fn
     if isinstance(parallelize, _Guard):  # from torchtitan's look-up
         parallelize = parallelize.stock
+    flavors = _Flavors(
+        {flavor: args_with_attention(args) for flavor, args in spec.model_args.items()}
+    )
     return dataclasses.replace(
         spec,
         model_cls=functools.partial(build_model, spec.model_cls),
-        model_args=_Flavors(
-            {flavor: args_with_attention(args) for flavor, args in spec.model_args.items()}
-        ),
+        model_args=flavors,
+        build_tokenizer_fn=functools.partial(_build_tokenizer, spec.build_tokenizer_fn, flavors),
         parallelize_fn=functools.partial(_parallelize, parallelize),
         build_optimizers_fn=functools.partial(_build_optimizers, spec.build_optimizers_fn),
         build_loss_fn=functools.partial(_build_loss, spec.build_loss_fn),
@@ -149,6 +153,14 @@ class _LazyTrainSpec:
         return getattr(self._spec, attribute)
 
 
+def _build_tokenizer(
+    stock: Callable[[JobConfig], BaseTokenizer | None], flavors: _Flavors, job_config: JobConfig
+) -> BaseTokenizer | None:
+    tokenizer = stock(job_config)
+    refusals.check_tokenizer(tokenizer, flavors[job_config.model.flavor], job_config)
+    return tokenizer
+
+
 def _parallelize(
     stock: Callable[..., nn.Module],
     model: nn.Module,
@@ -160,7 +172,7 @@ def _parallelize(
     The repairs of stock torchtitan 0.2.2 apply to every attention, `default` too: without them it
     does not run or does not learn, and an attention would be compared with a broken one.
     """
-    _refuse_ddp_of_parts(parallel_dims)
+    refusals.check_training(model.model_args, parallel_dims, job_config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_one_group_for_tied_embeddings(stock, model, parallel_dims))
         if getattr(model.model_args, "attention", "default") != "default":
@@ -190,17 +202,6 @@ def _build_optimizers(
         for part in model_parts:
             sum_partial_gradients(part)
     return stock(model_parts, optimizer_config, parallel_dims, *args, **kwargs)
-
-
-def _refuse_ddp_of_parts(dims: ParallelDims) -> None:
-    """DDP of a part of the model, which llama3 refuses and qwen3 trains wrong or cannot save."""
-    if _is_ddp(dims) and (dims.tp_enabled or dims.pp_enabled):
-        raise ValueError(
-            f"parallelism.data_parallel_replicate_degree = {dims.dp_replicate} needs "
-            "data_parallel_shard_degree > 1 with tensor or pipeline parallelism, got "
-            f"tensor_parallel_degree = {dims.tp}, pipeline_parallel_degree = {dims.pp}: "
-            f"data_parallel_shard_degree = {dims.dp_replicate} instead of it is FSDP2"
-        )
 
 
 def _is_ddp(dims: ParallelDims) -> bool:

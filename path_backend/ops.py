@@ -187,7 +187,7 @@ def _backend(
     """The module that computes this case: torch_form or path_backend.kernels.launch."""
     if implementation == "torch" or (implementation == "auto" and device.type != "cuda"):
         return torch_form
-    reason = _why_not_kernels(device, inputs)
+    reason = why_not_kernels(device, inputs)
     if reason is None:
         return _load_launch()
     if implementation == "triton":
@@ -196,7 +196,7 @@ def _backend(
     return torch_form
 
 
-def _why_not_kernels(device: torch.device, inputs: tuple[_Optional, ...]) -> str | None:
+def why_not_kernels(device: torch.device, inputs: tuple[_Optional, ...]) -> str | None:
     """Why the Triton kernels cannot take this call, or None."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:

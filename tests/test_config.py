@@ -5,7 +5,6 @@ import copy
 import difflib
 import inspect
 import json
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from torchtitan.models import deepseek_v3, llama3, qwen3
 from torchtitan.protocols import train_spec as registry
 from torchtitan.tools import utils
 
-from path_backend.integration import cpu, job_config, model, train_spec
+from path_backend.integration import cpu, job_config, train_spec
 from path_backend.integration.dataset import TOKENIZER_DIR
 from path_backend.integration.flops import transform_flops_per_token
 from path_backend.integration.model import ATTENTIONS
@@ -179,15 +178,6 @@ def test_wrong_model_table(tmp_path, lines, message):
         parse(config=config)
 
 
-def test_rank_is_at_most_the_dim():
-    """A product of two matrices larger than the one it stands for."""
-    for rank in (0, 256):
-        configured_args(parse(f"--model.path.w_rank={rank}"))
-    configured_args(parse("--model.path.w_rank=257", "--model.attention=fox"))  # has no w
-    with pytest.raises(ValueError, match="w_rank must be at most 256, .*'debugmodel'.*, got 257"):
-        configured_args(parse("--model.path.w_rank=257"))
-
-
 def test_wrong_attention(tmp_path):
     """An unknown attention trained as another one: TOML values pass torchtitan unchecked."""
     with pytest.raises((ValueError, SystemExit)) as error:
@@ -200,78 +190,6 @@ def test_wrong_flavor():
     message = "model.flavor must be one of .*debugmodel, .*8B.*, got 'debug'"
     with pytest.raises(ValueError, match=message):
         registry.get_train_spec("llama3").model_args["debug"]
-
-
-def test_refuses_a_degree_that_cuts_heads():
-    """A job that would fail late being started."""
-    argument = "--parallelism.tensor_parallel_degree=16"
-    with pytest.raises(ValueError, match="must divide the 8 key/value heads"):
-        configured_args(parse(argument), "8B")
-    configured_args(parse(argument, "--model.attention=default"), "8B")
-
-
-@pytest.mark.parametrize("attention", ["default", "path"])
-@pytest.mark.parametrize(
-    "flavor, message",
-    [
-        ("debugmodel", "must be 1, got 2: flavor 'debugmodel' of qwen3 ties the output layer"),
-        ("debugmodel_moe", "must be 1, got 2: flavor 'debugmodel_moe' of qwen3 has experts"),
-    ],
-)
-def test_refuses_pipelines(flavor, message, attention):
-    """A pipeline of what torchtitan cannot split failing in the middle of its construction."""
-    names = ("--model.name=qwen3", f"--model.flavor={flavor}")
-    arguments = (*names, f"--model.attention={attention}")
-    configured_args(parse(*arguments), flavor)
-    with pytest.raises(ValueError, match=message):
-        configured_args(parse(*arguments, "--parallelism.pipeline_parallel_degree=2"), flavor)
-
-
-@pytest.mark.parametrize("keeps", [True, False], ids=["before 2.13", "since"])
-@pytest.mark.parametrize("key, size", [("local_batch_size", 4), ("seq_len", 512)])
-def test_refuses_a_pipeline_that_validates_other_batches(monkeypatch, keeps, key, size):
-    """Micro-batches cut to buffers of another size: logits of one sequence, labels of two."""
-    monkeypatch.setattr(model, "KEEPS_PIPELINE_BUFFERS", keeps)
-    two_stages = ("--parallelism.pipeline_parallel_degree=2", f"--training.{key}={size}")
-    validation = ("--validation.enable", f"--validation.{key}={2 * size}")
-    configured_args(parse(*validation, f"--training.{key}={size}"), "debugmodel")
-    message = f"validation.{key} must be training.{key} in a pipeline, got {2 * size} and {size} "
-    with pytest.raises(ValueError, match=message) if keeps else nullcontext():
-        configured_args(parse(*two_stages, *validation), "debugmodel")
-
-
-def test_refuses_a_pipeline_that_validates_fewer_micro_batches(monkeypatch):
-    """A pipeline that meets a batch it cannot cut only when it validates."""
-    monkeypatch.setattr(model, "KEEPS_PIPELINE_BUFFERS", False)
-    arguments = ("--training.local_batch_size=8", "--parallelism.pipeline_parallel_degree=2")
-    arguments += ("--parallelism.pipeline_parallel_microbatch_size=2",)
-    for size in (4, 8):
-        configured_args(parse(*arguments, f"--validation.local_batch_size={size}"))
-    message = "validation.local_batch_size must be a multiple of 4, .* in a pipeline, got 6"
-    with pytest.raises(ValueError, match=message):
-        configured_args(parse(*arguments, "--validation.local_batch_size=6"))
-    configured_args(parse(*arguments[:1], "--validation.local_batch_size=6"))
-    configured_args(parse(*arguments, "--validation.local_batch_size=6", "--validation.no-enable"))
-
-
-@pytest.mark.parametrize("table", ["training", "validation"])
-def test_refuses_lengths(table):
-    """Ranks that die in the first validation: torchtitan checks the length in training alone."""
-    arguments = (f"--{table}.seq_len=257", "--parallelism.tensor_parallel_degree=2")
-    message = f"{table}.seq_len must be a multiple of .*tensor_parallel_degree = 2, got 257"
-    with pytest.raises(ValueError, match=message):
-        configured_args(parse(*arguments))
-    configured_args(parse(*arguments[:1]))
-    configured_args(parse("--validation.seq_len=257", arguments[1], "--validation.no-enable"))
-
-
-def test_refuses_head_counts():
-    """Query heads that no key/value head belongs to."""
-    spec = llama3.get_train_spec()
-    spec.model_args = {"odd": llama3.TransformerModelArgs(n_heads=4, n_kv_heads=3)}
-    args = train_spec.wrap_train_spec(spec).model_args["odd"]
-    with pytest.raises(ValueError, match="multiple of n_kv_heads, but flavor .* has 4 and 3"):
-        args.update_from_config(parse())
 
 
 def test_refuses_other_attentions():
