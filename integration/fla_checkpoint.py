@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torchtitan.models.llama3.model.model import FeedForward
 
 from path_backend.integration.job import load_job, model_args
 from path_backend.integration.model import PathArgs
@@ -64,20 +65,22 @@ _DEFAULTS = {  # of the library's configuration, where a config.json names no va
 def export_folder(args: PathArgs, source: Path, target: Path) -> None:
     """Write the library's folder, config.json included, from an exported one."""
     config = fla_config(args)
-    names = _names(args)
-    shapes = _convert(names, _shapes(args), source, target, lambda conv: conv.unsqueeze(1))
-    config["intermediate_size"] = shapes["model.layers.0.mlp.gate_proj.weight"][0]
+    _convert(_names(args), _shapes(args), source, target, lambda conv: conv.unsqueeze(1))
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def import_folder(args: PathArgs, source: Path, target: Path) -> None:
     """Write a folder that `checkpoint.initial_load_in_hf` reads from one of the library."""
     expected = fla_config(args)
-    found = _DEFAULTS | json.loads((source / "config.json").read_text())
+    config = source / "config.json"
+    if not config.is_file():
+        raise ValueError(f"{source} must be a folder with the library's config.json, got none")
+    given = json.loads(config.read_text())
+    found = _DEFAULTS | {key: value for key, value in given.items() if value is not None}
     found["num_kv_heads"] = found.get("num_kv_heads") or found.get("num_heads")
     for key, value in expected.items():
         if found.get(key, value) != value:
-            raise ValueError(f"{source}/config.json: {key} must be {value!r}, got {found[key]!r}")
+            raise ValueError(f"{config}: {key} must be {value!r}, got {found[key]!r}")
     names = _names(args)
     shapes = {names[ours]: shape for ours, shape in _shapes(args).items()}
     back = {theirs: ours for ours, theirs in names.items()}
@@ -116,6 +119,7 @@ def fla_config(args: PathArgs) -> dict[str, Any]:
         "architectures": ["PaTHAttentionForCausalLM"],
         "model_type": "path_attn",
         "hidden_size": args.dim,
+        "intermediate_size": _mlp_width(args),
         "num_hidden_layers": args.n_layers,
         "num_heads": args.n_heads,
         "num_kv_heads": args.n_kv_heads or args.n_heads,
@@ -141,14 +145,24 @@ def _names(args: PathArgs) -> dict[str, str]:
 
 
 def _shapes(args: PathArgs) -> dict[str, tuple[int, int]]:
-    """Shapes in an exported folder that tell the vocabulary, the width and the heads of a model."""
+    """Shapes in an exported folder that tell the vocabulary, widths and heads of a model."""
     kv_heads = args.n_kv_heads or args.n_heads
     layer = "model.layers.0.self_attn."
     return {
         "model.embed_tokens.weight": (args.vocab_size, args.dim),
         layer + "k_proj.weight": (kv_heads * args.dim // args.n_heads, args.dim),
         layer + "path.beta.weight": (kv_heads, args.dim),
+        "model.layers.0.mlp.gate_proj.weight": (_mlp_width(args), args.dim),
     }
+
+
+def _mlp_width(args: PathArgs) -> int:
+    """Width of the job's feed-forward layers, which Llama's arguments name indirectly."""
+    if hasattr(args, "hidden_dim"):
+        return args.hidden_dim
+    with torch.device("meta"):
+        mlp = FeedForward(args.dim, 4 * args.dim, args.multiple_of, args.ffn_dim_multiplier)
+    return mlp.w1.out_features
 
 
 def _convert(
@@ -157,8 +171,8 @@ def _convert(
     source: Path,
     target: Path,
     convert_conv: Callable[[torch.Tensor], torch.Tensor],
-) -> dict[str, Any]:
-    """Rename the tensors of every file, some of known shape; returns all shapes by new name."""
+) -> None:
+    """Rename the tensors of every file, some of known shape."""
     files = {path.name: load_file(path) for path in sorted(source.glob("*.safetensors"))}
     if not files:
         raise ValueError(
@@ -180,7 +194,6 @@ def _convert(
                     f"got {tuple(tensors[name].shape)}"
                 )
     target.mkdir(parents=True, exist_ok=True)
-    shapes: dict[str, Any] = {}
     weight_map: dict[str, str] = {}
     for file, tensors in files.items():
         renamed = {
@@ -188,10 +201,8 @@ def _convert(
             for name, tensor in tensors.items()
         }
         save_file(renamed, target / file, metadata={"format": "pt"})
-        shapes |= {name: tensor.shape for name, tensor in renamed.items()}
         weight_map |= dict.fromkeys(renamed, file)
     (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}) + "\n")
-    return shapes
 
 
 def job_args(arguments: list[str]) -> PathArgs:

@@ -223,6 +223,37 @@ def test_heads_of_another_model(tmp_path):
         fla_checkpoint.import_folder(other, tmp_path / "fla", tmp_path / "back")
 
 
+def test_feed_forward_of_another_model(tmp_path):
+    """A width that the tensors or config.json do not have, met only when the folder is loaded."""
+    args = fla_checkpoint.job_args([*JOB, "--model.attention=path"])
+    make_model(args, tmp_path / "hf")
+    fla_checkpoint.export_folder(args, tmp_path / "hf", tmp_path / "fla")
+    path = tmp_path / "fla" / "config.json"
+    config = json.loads(path.read_text())
+    width = load_folder(tmp_path / "fla")["model.layers.0.mlp.up_proj.weight"].shape[0]
+    assert config["intermediate_size"] == width
+    path.write_text(json.dumps(config | {"intermediate_size": 2 * width}))
+    message = f"intermediate_size must be {width}, got {2 * width}"
+    with pytest.raises(ValueError, match=message):
+        fla_checkpoint.import_folder(args, tmp_path / "fla", tmp_path / "back")
+    path.write_text(json.dumps(config | {"intermediate_size": None}))  # the library's default
+    fla_checkpoint.import_folder(args, tmp_path / "fla", tmp_path / "back")
+    other = copy.copy(args)
+    other.ffn_dim_multiplier = 3.0
+    with pytest.raises(ValueError, match=r"gate_proj.weight must have the shape \(.*, 64\) of the"):
+        fla_checkpoint.import_folder(other, tmp_path / "fla", tmp_path / "other")
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["missing", "empty"])
+def test_folder_without_a_configuration(tmp_path, made):
+    """A bare FileNotFoundError for a folder that is not there or not the library's."""
+    args = fla_checkpoint.job_args([*JOB, "--model.attention=path"])
+    if made:
+        (tmp_path / "fla").mkdir()
+    with pytest.raises(ValueError, match="fla must be a folder with the library's config.json"):
+        fla_checkpoint.import_folder(args, tmp_path / "fla", tmp_path / "back")
+
+
 def test_command(tmp_path):
     """The command of the README."""
     args = fla_checkpoint.job_args([*JOB, "--model.attention=path"])
