@@ -1,10 +1,12 @@
 """Run every cell of test_parallel.py and write the results into the table of the README.
 
-python tests/make_matrix.py [pytest arguments, such as -n 2 or -k CP2]
+python tests/make_matrix.py [pytest arguments, such as -n 2]
 
-Cells that were not run stay as they are; rows that test_parallel.py no longer has go.
+The table is of one run, whose day, commit and versions stand below it: a run that leaves out a
+cell changes nothing.
 """
 
+import datetime
 import os
 import subprocess
 import sys
@@ -12,14 +14,18 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from test_parallel import LAYOUTS, REFUSALS
+from test_parallel import BACKEND, COLUMNS, LAYOUTS, REFUSALS
+
+from path_backend.benchmark import commit, version
 
 TESTS = Path(__file__).resolve().parent
 README = TESTS.parent / "README.md"
 BEGIN, END = "<!-- make_matrix.py: begin -->", "<!-- make_matrix.py: end -->"
+ROWS = [layout.name for layout in (*LAYOUTS, *(refusal.layout for refusal in REFUSALS))]
 
 
 def main() -> None:
+    origin = stamp()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", str(TESTS / "test_parallel.py")]
@@ -27,24 +33,27 @@ def main() -> None:
             [*command, f"--junitxml={report}", *sys.argv[1:]],
             env={**os.environ, "PATH_BACKEND_MATRIX": "1"},
         )
-        results = ElementTree.parse(report)
+        cells = recorded(ElementTree.parse(report))
+    left_out = [f"{row}, {c}" for row in ROWS for c in COLUMNS if str(c) not in cells.get(row, {})]
+    if left_out:
+        sys.exit(f"README.md is as it was: it needs every cell, not run: {'; '.join(left_out)}")
     before, rest = README.read_text().split(BEGIN)
-    old, after = rest.split(END)
-    cells = read(old)
-    for row, found in recorded(results).items():
-        cells.setdefault(row, {}).update(found)
-    README.write_text(f"{before}{BEGIN}\n{table(cells)}{END}{after}")
+    after = rest.split(END)[1]
+    README.write_text(f"{before}{BEGIN}\n{table(cells)}\n{origin}\n{END}{after}")
     sys.exit(done.returncode)
 
 
+def stamp() -> str:
+    """When and with what a run was made."""
+    day = datetime.datetime.now(datetime.timezone.utc).date()
+    torch, torchtitan = version("torch"), version("torchtitan")
+    return (
+        f"Run: {day}, commit {commit()}, torch {torch}, torchtitan {torchtitan}, gloo on a CPU, "
+        f"compiled rows with {BACKEND}."
+    )
+
+
 Cells = dict[str, dict[str, str]]  # by row and column
-
-
-def read(table: str) -> Cells:
-    """The cells of a Markdown table."""
-    lines = [line.split("|")[1:-1] for line in table.split("\n") if line]
-    (_, *columns), _, *rows = [[cell.strip() for cell in line] for line in lines]
-    return {name: dict(zip(columns, row, strict=True)) for name, *row in rows}
 
 
 def recorded(results: ElementTree.ElementTree) -> Cells:
@@ -62,13 +71,10 @@ def recorded(results: ElementTree.ElementTree) -> Cells:
 
 def table(cells: Cells) -> str:
     """A Markdown table, in the order of test_parallel.py."""
-    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    columns = [str(column) for column in COLUMNS]
     lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    order = [layout.name for layout in (*LAYOUTS, *(refusal.layout for refusal in REFUSALS))]
-    for name in order:
-        if name in cells:
-            row = [cells[name].get(column, "not run") for column in columns]
-            lines.append(f"| {name} | {' | '.join(row)} |")
+    for name in ROWS:
+        lines.append(f"| {name} | {' | '.join(cells[name][column] for column in columns)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,11 +1,15 @@
 """The table of layouts in the README."""
 
+import re
+import sys
 import xml.etree.ElementTree as ElementTree
 
+import make_matrix
 import pytest
 import torch
-from make_matrix import BEGIN, END, README, read, recorded, table
-from test_parallel import COLUMNS, LAYOUTS, REFUSALS
+from make_matrix import BEGIN, END, README, ROWS, recorded, table
+from parity import FP32
+from test_parallel import LAYOUTS
 
 REPORT = """
 <testsuites><testsuite>
@@ -32,14 +36,33 @@ def test_cells_of_a_report():
     assert cells == {"FSDP2": {"llama3 path": "equal"}, "CP2": {"qwen3 path": "**fails**"}}
 
 
+def read(table):
+    """The cells of a Markdown table, by row and column."""
+    lines = [line.split("|")[1:-1] for line in table.split("\n") if line]
+    (_, *columns), _, *rows = [[cell.strip() for cell in line] for line in lines]
+    return {name: dict(zip(columns, row, strict=True)) for name, *row in rows}
+
+
+def test_a_run_of_some_cells_is_not_written(monkeypatch):
+    """Cells of another commit under the stamp of this one."""
+    before = README.read_text()
+    monkeypatch.setattr(sys, "argv", ["make_matrix.py", "--collect-only", "-q"])
+    with pytest.raises(SystemExit, match="every cell, not run: gradient accumulation, llama3 path"):
+        make_matrix.main()
+    assert README.read_text() == before
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the table is that of a CPU")
 def test_readme_has_every_cell():
-    """A layout whose result nobody wrote down, or a table that does not survive its own reading."""
-    text = README.read_text().split(BEGIN)[1].split(END)[0].lstrip("\n")
-    cells = read(text)
-    assert table(cells) == text
-    rows = [layout.name for layout in (*LAYOUTS, *(refusal.layout for refusal in REFUSALS))]
-    assert list(cells) == rows
-    for row in cells.values():
-        assert list(row) == [str(column) for column in COLUMNS]
-        assert "not run" not in row.values() and "**fails**" not in row.values()
+    """A layout whose result nobody wrote down, of an unknown day, or within an unnamed budget."""
+    written, origin = README.read_text().split(BEGIN)[1].split(END)[0].strip("\n").split("\n\n")
+    cells = read(written)
+    assert list(cells) == ROWS
+    assert table(cells) == written + "\n"
+    assert re.fullmatch(r"Run: 20\d\d-\d\d-\d\d, commit [0-9a-f]{7,}, torch [0-9.]+\S*, .*", origin)
+    limits = {layout.name: layout.budget.tensor for layout in LAYOUTS if layout.budget != FP32}
+    for row, values in cells.items():
+        refused = all(value.startswith("refused: ") for value in values.values())
+        assert refused or set(values.values()) == {
+            f"within {limits[row]:g}" if row in limits else "equal"
+        }
