@@ -75,7 +75,8 @@ class Path:
     document_mask: bool = False
     """
     Whether attention stays inside documents, which end at the tokenizer's end-of-text token. Also
-    on if the flavor's own mask is per document (attn_mask_type = "block_causal").
+    on if the flavor's own mask is per document (attn_mask_type = "block_causal"), which is all that
+    "default" looks at.
     """
 
     implementation: Implementation = "auto"

@@ -64,8 +64,7 @@ def check_training(args, dims: ParallelDims, job_config: JobConfig) -> None:
     """Whether the ranks and the device of a trainer can train a model with `args`."""
     if job_config.checkpoint.create_seed_checkpoint:  # trains nothing, on one rank
         return
-    ddp = dims.dp_replicate_enabled and not dims.fsdp_enabled
-    if ddp and (dims.tp_enabled or dims.pp_enabled):  # llama3 refuses, qwen3 trains wrong
+    if is_ddp(dims) and (dims.tp_enabled or dims.pp_enabled):  # llama3 refuses, qwen3 trains wrong
         raise ValueError(
             f"parallelism.data_parallel_replicate_degree = {dims.dp_replicate} needs "
             "data_parallel_shard_degree > 1 with tensor or pipeline parallelism, got "
@@ -84,6 +83,10 @@ def check_training(args, dims: ParallelDims, job_config: JobConfig) -> None:
         _check_stock_attention(dims, job_config)
     elif args.path.implementation == "triton":
         _check_kernels(args)
+
+
+def is_ddp(dims: ParallelDims) -> bool:
+    return dims.dp_replicate_enabled and not dims.fsdp_enabled
 
 
 def _check_model_in_stages(args, job_config: JobConfig) -> None:
@@ -180,7 +183,7 @@ def _check_lengths(job_config: JobConfig) -> None:
 def _check_early_step(dims: ParallelDims, job_config: JobConfig) -> None:
     """Steps with gradients that are not those of the whole batch yet, which torchtitan takes."""
     key = "optimizer.early_step_in_backward must be false"
-    if dims.dp_replicate_enabled and not dims.fsdp_enabled:
+    if is_ddp(dims):
         raise ValueError(
             f"{key} under DDP (parallelism.data_parallel_replicate_degree = {dims.dp_replicate} "
             "with data_parallel_shard_degree = 1), got true: a rank would step with the gradients "

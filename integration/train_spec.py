@@ -204,10 +204,6 @@ def _build_optimizers(
     return stock(model_parts, optimizer_config, parallel_dims, *args, **kwargs)
 
 
-def _is_ddp(dims: ParallelDims) -> bool:
-    return dims.dp_replicate_enabled and not dims.fsdp_enabled
-
-
 def _build_loss(
     stock: Callable[..., LossFunction],
     job_config: JobConfig,
@@ -222,7 +218,7 @@ def _build_loss(
     micro-batches again, which an average leaves as they are and a sum does not.
     """
     loss_fn = stock(job_config, parallel_dims=parallel_dims, **kwargs)
-    if not _is_ddp(parallel_dims):
+    if not refusals.is_ddp(parallel_dims):
         return loss_fn
     ranks = parallel_dims.dp_replicate
 
