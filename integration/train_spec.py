@@ -157,7 +157,7 @@ def _build_tokenizer(
     stock: Callable[[JobConfig], BaseTokenizer | None], flavors: _Flavors, job_config: JobConfig
 ) -> BaseTokenizer | None:
     tokenizer = stock(job_config)
-    refusals.check_tokenizer(tokenizer, flavors[job_config.model.flavor], job_config)
+    refusals.check_tokenizer(tokenizer, flavors.get(job_config.model.flavor), job_config)
     return tokenizer
 
 

@@ -360,8 +360,9 @@ def test_attentions_outside_the_table(parity, tmp_path, attention, layout):
 
 @pytest.mark.parametrize("refusal, column", list(in_columns(REFUSALS)))
 def test_refusal(tmp_path, cell, refusal, column):
-    """A job that cannot run failing somewhere inside, or without a word on what to change."""
+    """A job that cannot run failing after its start, or without a word on what to change."""
     cell(refusal.layout, column, f"refused: {refusal.reason}")
     layout = refusal.layout
-    with pytest.raises(TrainerError, match=refusal.message):
+    with pytest.raises(TrainerError, match=refusal.message) as error:
         train(tmp_path, *column.job, *layout.overrides, ranks=layout.ranks)
+    assert "Trainer is initialized" not in str(error.value)

@@ -408,6 +408,8 @@ def test_every_layout_trains_the_same(parity, tmp_path, layout):
 
 
 def test_documents_are_refused(tmp_path):
-    """A mask between documents of a task, which has none."""
-    with pytest.raises(TrainerError, match="needs a tokenizer with an end-of-text token, got none"):
+    """A mask between documents of a task, which has none, met only in the first step."""
+    message = "document_mask = true needs a tokenizer with an end-of-text token, got one without"
+    with pytest.raises(TrainerError, match=message) as error:
         train(tmp_path, *SHORT, "--model.path.document_mask", config=FLIP_FLOP)
+    assert "Trainer is initialized" not in str(error.value)
