@@ -4,7 +4,8 @@
     python tests/measure_layouts.py --layouts "one GPU" CP4 --attention path --compile.no-enable
 
 Every layout starts from one seed checkpoint and sees the same `--sequences` in a step, split over
-data parallel ranks or accumulated. Layouts of more ranks than there are GPUs are left out, by name.
+data parallel ranks or accumulated. Layouts of more ranks than there are GPUs are left out, by name,
+or with --share several ranks share a GPU: then only the losses mean something.
 Rows appear as they are measured: medians of the steps between the first and the last, which is
 profiled. Communication is exposed while collectives of rank 0 run and nothing else does.
 `difference` is the largest relative one of a step's loss and of its gradient norm to the first
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> None:
             job = (*job, f"--checkpoint.initial_load_path={seed}/checkpoint/step-0")
             first = None
             for layout in (x for x in LAYOUTS if x.name in args.layouts):
-                if torch.cuda.is_available() and torch.cuda.device_count() < layout.ranks:
+                if not args.share and 0 < torch.cuda.device_count() < layout.ranks:
                     have = f"{layout.ranks} GPUs, got {torch.cuda.device_count()}"
                     print(f"{layout} needs {have}", file=sys.stderr)
                     continue
@@ -148,6 +149,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--length", type=int, default=65536, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=2, help="of a step")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--share", action="store_true", help="GPUs among ranks, if too few")
     args, overrides = parser.parse_known_args(arguments)
     if args.steps < 3:
         parser.error(f"--steps must be at least 3, got {args.steps}")

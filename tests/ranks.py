@@ -3,7 +3,7 @@
     outcomes = on_ranks(2, function, *arguments)    # function(group, *arguments) on each rank
 
 An outcome is what the function returned, or the exception that it raised. Processes start as
-those of trainer.py, and meet in a file. backend="nccl" gives each its own GPU.
+those of trainer.py, and meet in a file. backend="nccl" gives each a GPU, as there.
 """
 
 import tempfile
@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from trainer import start_method  # a test session has one server to fork from
+from trainer import start_method, take_gpu  # a test session has one server to fork from
 
 DEADLINE = 120.0  # seconds, of one call
 TIMEOUT = 60.0  # seconds, of one collective
@@ -50,7 +50,7 @@ def _rank_main(folder, rank, ranks, timeout, backend, function, arguments):
 
     torch.set_num_threads(1)
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        take_gpu(rank, ranks)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)

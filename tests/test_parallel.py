@@ -256,18 +256,12 @@ def test_same_training(parity, tmp_path, cell, layout, column):
     """A gradient summed over the wrong ranks, heads mixed up, a mask or a scale that got lost."""
     if "float8" in layout.name and not importlib.util.find_spec("torchao"):
         pytest.skip("needs torchao")
+    if ASYNC_TP[0] in layout.arguments and 0 < torch.cuda.device_count() < layout.ranks:
+        pytest.skip("symmetric memory wants a GPU for each rank")
     same = "equal" if layout.budget == FP32 else f"within {layout.budget.tensor:g}"
     cell(layout, column, same)
     run = parity.run(tmp_path, column, layout)
     assert_same_training(run, parity.one_rank(column, *masks(layout)), layout.budget)
-
-
-def test_a_layout_of_more_ranks_than_gpus_is_skipped(parity, tmp_path, monkeypatch):
-    """A row that hangs for want of GPUs, or counts as equal without having run."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(pytest.skip.Exception, match="needs 8 GPUs, got 2"):
-        parity.run(tmp_path, COLUMNS[0], Layout("FSDP2 x CP4", shard=2, context=4))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on CPUs every row is so")
