@@ -16,10 +16,15 @@ class Tiles:
     num_warps: int
     num_stages: int
     rows: int = 64
+    registers: int | None = None
 
     @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+    def options(self) -> dict[str, int | None]:
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.registers,
+        }
 
 
 SCRATCH_BYTES = 13 << 27
