@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from . import config, tiles
@@ -31,7 +30,7 @@ def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -
         **strides(("q", x.q), ("k", x.k), ("v", x.v)),
         "T": T,
         "HQ": x.q.shape[2],
-        "num_chunks": triton.cdiv(T, tile.rows),
+        "num_chunks": tiles.cdiv(T, tile.rows),
         "num_levels": tiles.num_levels(T),
         "total_rows": tiles.total_rows(T),
         "GROUP": x.group,
@@ -57,7 +56,7 @@ def forward(inputs: Inputs, out: Tensor, ends: Ends | None = None) -> Tensor:
         batch, _, queries = group
         part = out[batch, :, queries]
         tile = config.forward_tiles(x.q.dtype, x.widest, frames is not None)
-        attention_forward_kernel[(triton.cdiv(T, tile.rows), part.shape[0] * part.shape[2])](
+        attention_forward_kernel[(tiles.cdiv(T, tile.rows), part.shape[0] * part.shape[2])](
             **_attention_arguments(x, frames, tile),
             BLOCK_N=tile.stream,
             out_ptr=part,
@@ -146,9 +145,10 @@ def _backward_group(
     x: Inputs, d_out: Tensor, out: Tensor, lse: Tensor, grads: Gradients, d_ends: Ends | None
 ) -> None:
     B, T, HQ, _ = x.q.shape
-    query_tile = config.query_tiles(x.q.dtype, x.widest, x.w is not None)
+    gate_alone = x.gate is not None and x.document_start is None
+    query_tile = config.query_tiles(x.q.dtype, x.widest, x.w is not None, gate_alone)
     key_tile = config.key_tiles(x.q.dtype, x.widest, x.w is not None)
-    chunks = triton.cdiv(T, query_tile.rows)
+    chunks = tiles.cdiv(T, query_tile.rows)
     frames = None if x.w is None else make_frames(x)
     rows = lse.new_empty(B, HQ, chunks * query_tile.rows, 2)
     row_kernel[(chunks, B * HQ)](

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from . import config, tiles
@@ -50,7 +49,7 @@ class FrameGradients:
         return FrameGradients(
             x.q.new_empty(B, HQ, rows, x.width),
             x.q.new_empty(B, x.k.shape[2], rows, x.width),
-            x.q.new_empty(B, HQ, triton.cdiv(T, CHUNK), CHUNK, CHUNK),
+            x.q.new_empty(B, HQ, tiles.cdiv(T, CHUNK), CHUNK, CHUNK),
         )
 
 
@@ -102,7 +101,7 @@ def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
     x = x.without_documents() if x.piece else x
     B, T, HQ, D = x.q.shape
     H, width = x.k.shape[2], x.width
-    chunks, rows = triton.cdiv(T, CHUNK), tiles.total_rows(T)
+    chunks, rows = tiles.cdiv(T, CHUNK), tiles.total_rows(T)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": x.q.device}
     frames = Frames(
         torch.empty(B, H, chunks, CHUNK, CHUNK, **fp32),
@@ -224,7 +223,7 @@ def _products_backward(
         count = tiles.level_blocks(T, level, x.piece)
         block_base -= tiles.stored_blocks(T, level)
         row_base -= tiles.level_rows(T, level)
-        splits = triton.cdiv(CHUNK << level, tokens)
+        splits = tiles.cdiv(CHUNK << level, tokens)
         side, warps = config.product_tiles(width, count * splits * B * H)
         shared = {
             **moved,

@@ -102,7 +102,7 @@ class Inputs:
 
 
 def padded(width: int, least: int = 16) -> int:
-    return max(least, triton.next_power_of_2(width))
+    return max(least, 1 << (width - 1).bit_length())
 
 
 def dense(x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def _scratch_bytes(inputs: Inputs, backward: bool) -> int:
     the backward those of FrameGradients, dX, and dP of the lowest levels.
     """
     T, width, size = inputs.q.shape[1], inputs.width, inputs.q.element_size()
-    row, square = width * size, triton.cdiv(T, tiles.CHUNK) * tiles.CHUNK**2
+    row, square = width * size, tiles.cdiv(T, tiles.CHUNK) * tiles.CHUNK**2
     rows, product = tiles.total_rows(T) * row, width * width * inputs.product_dtype.itemsize
     per_query = rows + 4 * square
     per_key = rows + tiles.total_blocks(T) * product + 4 * square

@@ -14,11 +14,10 @@ and of the instructions of the inner loops.
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import config
+from . import config, tiles
 from .attention_backward import key_pass, load_rows, query_gradient
 from .attention_forward import attend
 from .inputs import LOG2_E, dense, differentiable, padded, positive, strides
@@ -233,7 +232,7 @@ def rectangle_forward(
     B, TQ, HQ, D = q.shape
     tile = config.forward_tiles(q.dtype, padded(max(D, v.shape[3])), True)
     k, scale = positive(k, scale)
-    rectangle_forward_kernel[(triton.cdiv(TQ, tile.rows), B * HQ)](
+    rectangle_forward_kernel[(tiles.cdiv(TQ, tile.rows), B * HQ)](
         **_arguments(q, k, v, gate_k, first_key, tile.rows),
         **strides(("o", out)),
         gate_q_ptr=None if gate_q is None else (gate_q * LOG2_E).float().contiguous(),
@@ -288,7 +287,7 @@ def rectangle_backward(
         "d_out_ptr": d_out,
         "scale": scale,
     }
-    rectangle_dq_kernel[(triton.cdiv(TQ, rows), B * HQ)](
+    rectangle_dq_kernel[(tiles.cdiv(TQ, rows), B * HQ)](
         **shared,
         **strides(("dq", dq)),
         dq_ptr=dq,
@@ -302,7 +301,7 @@ def rectangle_backward(
         last_keys = torch.arange(0, TK, rows, device=q.device, dtype=torch.int32)
         last_keys = (last_keys + (rows - 1)).repeat(B, 1)
         reach = torch.searchsorted(first_key.contiguous(), last_keys, right=True, out_int32=True)
-    rectangle_dkdv_kernel[(triton.cdiv(TK, rows), B * H)](
+    rectangle_dkdv_kernel[(tiles.cdiv(TK, rows), B * H)](
         **shared,
         **strides(("dk", dk), ("dv", dv)),
         reach_ptr=reach,

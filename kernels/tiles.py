@@ -6,6 +6,8 @@ position t lies in row `(t // (2 half)) * half + t % half` of its level, and the
 after another.
 """
 
+from functools import cache
+
 import triton
 import triton.language as tl
 
@@ -34,6 +36,12 @@ kernel = triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UN
 """Of a kernel that is launched: one version for all lengths and groups of heads."""
 
 
+def cdiv(count: int, size: int) -> int:
+    """Of size that hold count. Triton's own takes as long as half a launch."""
+    return -(-count // size)
+
+
+@cache
 def num_levels(seq_len: int) -> int:
     """Levels that have at least one square: level l needs more than CHUNK << l tokens."""
     levels = 0
@@ -48,6 +56,7 @@ def level_rows(seq_len: int, level: int) -> int:
     return (seq_len + half - 1) // (2 * half) * half
 
 
+@cache
 def total_rows(seq_len: int) -> int:
     """Rows of all levels of one head."""
     return sum(level_rows(seq_len, level) for level in range(num_levels(seq_len)))
@@ -58,6 +67,7 @@ def moving_levels(seq_len: int, piece: bool) -> range:
     return range(num_levels(seq_len) - (not piece))
 
 
+@cache
 def moved_rows(seq_len: int, piece: bool) -> int:
     """Rows of these levels."""
     return sum(level_rows(seq_len, level) for level in moving_levels(seq_len, piece))
@@ -83,6 +93,7 @@ def stored_blocks(seq_len: int, level: int) -> int:
     return (seq_len + pair - 1) // pair * 2
 
 
+@cache
 def total_blocks(seq_len: int) -> int:
     """Stored products of one head; the last pair holds that of the whole piece."""
     return sum(stored_blocks(seq_len, level) for level in product_levels(seq_len, True))
