@@ -12,7 +12,7 @@ parallelism the parameters are DTensors and HQ and H are the heads of this rank.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -304,14 +304,15 @@ class PathInputs(nn.Module):
         if self.w_up is not None:
             w = self.w_up(x if self.w_down is None else self.w_down(x))
         with torch.autocast(x.device.type, enabled=False):
-            x32 = _at_least_float32(x)  # shared, so that it is saved for backward once
-            if w is not None and self.conv is not None and self.beta is not None:
+            layers = [layer for layer in (self.beta, self.gate) if layer is not None]
+            logits = float32_linears(_at_least_float32(x), layers)
+            if w is not None and self.conv is not None:
                 w = F.silu(self.conv(w, document_start, shards)).unflatten(-1, (-1, self.head_dim))
                 w = w * torch.rsqrt(w.square().sum(-1, keepdim=True) + W_NORM_EPS)
                 w = w.to(dtype)
-                beta, clipped = beta_from_logits(self.beta(x32), w, self.beta_max)
+                beta, clipped = beta_from_logits(logits[0], w, self.beta_max)
             if self.gate is not None:
-                log_gate = F.logsigmoid(self.gate(x32))
+                log_gate = F.logsigmoid(logits[-1])
         if self.stat_names and self.training:
             self._watch(w, beta, clipped, log_gate)
         return w, beta, log_gate
@@ -415,6 +416,18 @@ class Float32Linear(nn.Linear):
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+
+
+def float32_linears(x: torch.Tensor, layers: list[Float32Linear]) -> Sequence[torch.Tensor]:
+    """What each layer makes of x, in one product: x is read once, and so is its gradient.
+
+    Layers cut into shards of heads (DTensors) work one by one.
+    """
+    if len(layers) < 2 or any(isinstance(layer.weight, DTensor) for layer in layers):
+        return [layer(x) for layer in layers]
+    weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
+    bias = torch.cat([layer.bias.to(x.dtype) for layer in layers])
+    return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
 
 
 def document_start_from_eos(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:
