@@ -12,10 +12,11 @@ runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -73,8 +74,7 @@ def _attention(
         check_document_start(document_start)
     _check_gate(log_gate)
     inputs = (q, k, v, w, beta, log_gate, document_start)
-    # Autocast would run the fp32 transform in bf16.
-    with torch.autocast(q.device.type, enabled=False):
+    with _computing(q):
         return _backend(q.device, implementation, inputs).attention_forward(*inputs, scale)
 
 
@@ -93,7 +93,7 @@ def _attention_backward(
     implementation: str,
 ) -> tuple[Tensor, ...]:
     inputs = (q, k, v, w, beta, log_gate, document_start)
-    with torch.autocast(q.device.type, enabled=False):
+    with _computing(q):
         backend = _backend(q.device, implementation, inputs)
         grads = backend.attention_backward(d_out, *inputs, out, lse, scale)
     return tuple(q.new_empty(0) if g is None else g for g in grads)
@@ -124,7 +124,7 @@ def _context_parallel_attention(
         for piece, first in zip(document_start.split(length, 1), own, strict=True):
             check_document_start(piece, first)
     _check_gate(log_gate)
-    with torch.autocast(q.device.type, enabled=False):
+    with _computing(q):
         return _algorithm(rotate_method).forward(inputs, plan)
 
 
@@ -149,7 +149,7 @@ def _context_parallel_attention_backward(
     inputs = sharded.Inputs(q, k, v, w, beta, log_gate, document_start)
     transport = exchange.GroupTransport(group_name)
     plan = _make_plan(inputs, transport, starts, length, rotate_method, scale, implementation)
-    with torch.autocast(q.device.type, enabled=False):
+    with _computing(q):
         grads = _algorithm(rotate_method).backward(d_out, inputs, out, lse, plan)
     return tuple(q.new_empty(0) if g is None else g for g in grads)
 
@@ -172,6 +172,15 @@ def _make_plan(
     torch_form = dyadic if rotate_method == "ulysses" else blocks
     backend = _backend(inputs.q.device, implementation, inputs, torch_form)
     return sharded.Plan(layout, transport, rotate_method, scale, backend)
+
+
+@contextlib.contextmanager
+def _computing(q: Tensor) -> Iterator[None]:
+    """On q's GPU: Triton launches on the current one, wherever the tensors are. Without autocast,
+    which would run the fp32 transform in bf16.
+    """
+    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
+        yield
 
 
 def _algorithm(rotate_method: str) -> ModuleType:

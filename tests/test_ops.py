@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -165,6 +166,31 @@ def test_autocast_leaves_the_transform_in_fp32():
         results = run(path_attention, inputs)
     for name, want in expected.items():
         assert torch.equal(results[name], want), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_tensors_on_another_gpu_than_the_current_one():
+    """Catches kernels launched where the tensors are not: Triton takes the current device."""
+    here, there = (make_inputs(200, dtype=torch.float32, device=f"cuda:{i}") for i in range(2))
+    expected, actual = run(path_attention, here), run(path_attention, there)
+    for name, want in expected.items():
+        assert torch.equal(actual[name].to(want.device), want), name
+
+
+def test_an_op_computes_on_the_device_of_its_tensors(monkeypatch):
+    """Catches the same where there is no GPU: forward and backward enter the device of q."""
+    entered = []
+
+    def device_of(x):
+        entered.append(x)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    inputs = make_inputs(10)
+    run(path_attention, inputs)
+    assert len(entered) == 2
+    assert all(x.data_ptr() == inputs.q.data_ptr() for x in entered)
 
 
 CUDA = torch.device("cuda")
