@@ -2,8 +2,8 @@
 only module of the kernels that operators call.
 
 Shapes: q [B, T, HQ, D], k and w [B, T, H, D], v [B, T, H, DV], beta [B, T, H] and log_gate [B, T,
-HQ] in fp32, document_start [B, T] int32. Last dimensions may have any stride; they are copied if it
-is not 1.
+HQ] in fp32, document_start [B, T] int32. Tensors may have any strides; what the kernels cannot read
+is copied (`inputs.dense`).
 """
 
 import torch
@@ -152,6 +152,7 @@ def block_backward(
     """
     q, k, v = (differentiable(x) for x in (q, k, v))
     w = None if w is None else differentiable(w)
+    scale = scale or 1e-20  # dq and dk are summed without it: what comes in is divided by it
     inputs = prepare(q, k, v, w, beta, log_gate, document_start, scale, piece=w is not None)
     grads = Gradients.empty(inputs)
     grads.v = torch.empty_like(grads.v, dtype=torch.float32)

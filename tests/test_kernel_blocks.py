@@ -153,6 +153,14 @@ def test_edges_of_beta(beta):
     check_block(piece(200, HQ=1, H=1, beta=beta), slack=4)
 
 
+@pytest.mark.parametrize("scale", [-0.4, 0.0])
+def test_scales_that_are_not_positive(scale, monkeypatch):
+    """Catches a division of the ends' gradients by a scale of 0, and ends of keys turned round."""
+    monkeypatch.setitem(globals(), "SCALE", scale)
+    check_block(piece(130, HQ=1, H=1))
+    check_rectangle(rectangle(70, 130, gate=True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_pieces(kind):
     """Catches out rounded before other pieces are merged into it, and gradients in fp16."""

@@ -37,7 +37,7 @@ from triton.runtime.jit import KernelInterface  # noqa: E402
 
 from path_backend.kernels import config, launch  # noqa: E402
 from path_backend.kernels.frames import make_frames  # noqa: E402
-from path_backend.kernels.inputs import _even_parts, prepare  # noqa: E402
+from path_backend.kernels.inputs import _even_parts, dense, prepare  # noqa: E402
 
 pytestmark = NAN_IN_ALL_MEMORY
 
@@ -138,6 +138,16 @@ def test_layouts(layout):
     moved = inputs.map(lambda x: LAYOUTS[layout](x.detach()).requires_grad_())
     exact = run(path_attention_reference, inputs.leaves(torch.float64), gradient_of_out(inputs))
     assert_within_limits(run(kernels, moved, gradient_of_out(inputs)), exact, torch.float32)
+
+
+def test_heads_that_32_bits_do_not_reach_are_copied():
+    """Catches the offset of a head that overflows: whole sequences lie between two heads here."""
+    T, H, D = 2**17, 128, 128
+    x = torch.empty(1, T, H, D, dtype=torch.bfloat16, device="meta")
+    by_head = x.new_empty(1, H, T, D).transpose(1, 2)
+    assert dense(x) is x
+    assert dense(by_head).stride() == x.stride()
+    assert dense(by_head[:, :, :127]).stride(2) == T * D
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
