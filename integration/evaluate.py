@@ -31,10 +31,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger, logger
 
-from path_backend.benchmark import commit, version
 from path_backend.integration import dataset, perplexity, tasks
 from path_backend.integration.job import load_job, model_args
 from path_backend.integration.task_error import count_errors
+from path_backend.provenance import commit, version
 
 FACTORS = (1, 4, 8, 16)  # of training.seq_len: the lengths of perplexity
 # Of a task: 256 sequences of 512 in a forward pass, 8192 drawn at a time. Held out is one sequence

@@ -19,9 +19,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
-import importlib.metadata
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
@@ -35,6 +32,7 @@ from torch import Tensor
 from path_backend.attention import path_attention
 from path_backend.beta import beta_from_logits
 from path_backend.peers import IMPLEMENTATIONS, OURS, REFERENCE, WITH_REFLECTIONS, Problem
+from path_backend.provenance import preamble
 from path_backend.testing import Inputs, make_inputs, relative_error, run
 
 DEVICE = "cuda"
@@ -320,39 +318,6 @@ def shapes(args: argparse.Namespace, longest_only: bool = False) -> Iterator[Sha
                 yield Shape(max(1, args.tokens // T), T, HQ, H, D)
 
 
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def commit() -> str:
-    """The checkout's commit, "+" if files differ from it."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    try:
-        name = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        )
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True)
-    except OSError:
-        return "unknown"
-    if name.returncode:
-        return "unknown"
-    return name.stdout.strip() + ("+" if changed.stdout else "")
-
-
-def preamble(module: str = "path_backend.benchmark") -> Iterator[str]:
-    yield datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    yield f"command: python -m {module} {' '.join(sys.argv[1:])}"
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none with CUDA"
-    yield f"device: {device}"
-    versions = [f"torch {torch.__version__}, CUDA {torch.version.cuda}"]
-    versions += [f"{package} {version(package)}" for package in ("triton", "fla-core")]
-    yield ", ".join([*versions, f"Python {sys.version.split()[0]}"])
-    yield f"commit: {commit()}"
-
-
 def read_speed(path: Path) -> list[dict[str, str]]:
     """The rows of the speed table in a file that holds this script's output."""
     blocks = path.read_text().split("\n\n")
@@ -459,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.read:
         plot(read_speed(args.read), args.plot)
         return
-    for line in preamble():
+    for line in preamble(__spec__.name):
         print(f"# {line}")
     writer = csv.writer(sys.stdout, lineterminator="\n")
     measured = []

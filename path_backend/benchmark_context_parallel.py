@@ -29,9 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from path_backend.attention import path_attention
-from path_backend.benchmark import Shape, draw, head_pair, preamble
+from path_backend.benchmark import Shape, draw, head_pair
 from path_backend.context_parallel import ROTATE_METHODS, Layout, context_parallel_attention
 from path_backend.exchange import GroupTransport
+from path_backend.provenance import preamble
 from path_backend.testing import Inputs
 
 HEADER = (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from test_parallel import BACKEND, COLUMNS, LAYOUTS, REFUSALS
 
-from path_backend.benchmark import commit, version
+from path_backend.provenance import commit, version
 
 TESTS = Path(__file__).resolve().parent
 README = TESTS.parent / "README.md"
