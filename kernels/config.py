@@ -1,4 +1,8 @@
-"""Every launch parameter in one place: tiles, warps, pipeline stages, and why."""
+"""Every launch parameter in one place: tiles, warps, pipeline stages, and why.
+
+A time compares two choices on the day of the choice, on one H200 in bf16, with 2 x 8192 tokens of
+16 heads of 128 unless said. What the kernels take today is in BENCHMARKS.md.
+"""
 
 from dataclasses import dataclass
 
@@ -88,9 +92,8 @@ def forward_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
     """Tiles of the forward pass for heads padded to `width`: a query tile stays, keys stream.
 
     Small tiles and 4 warps, so that two or three programs share an SM and one computes its softmax
-    while another multiplies: 0.77 ms against 1.04 with 128 x 128 and 8 warps (D = 64, 2 x 8192 x 16
-    heads). Stages are what shared memory then leaves; without reflections the diagonal's keys take
-    some of it.
+    while another multiplies: 0.77 ms against 1.04 with 128 x 128 and 8 warps (heads of 64). Stages
+    are what shared memory then leaves; without reflections the diagonal's keys take some of it.
     """
     if dtype == torch.float32:
         return Tiles(64 if width <= 64 else 32, 4, 2 if width <= 128 else 1)
@@ -98,10 +101,10 @@ def forward_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
 
 
 def query_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool = False) -> Tiles:
-    """Tiles of the dq pass: a query tile stays, keys stream. 0.80 ms, 1.11 with 128 x 128.
+    """Tiles of the dq pass: a query tile stays, keys stream. Larger ones lose as in the others.
 
     `gate`: with a gate and no documents, which at width 64 takes 208 registers: with 168 none is
-    spilled and three programs share an SM (1.80 ms, 2.05 without the limit).
+    spilled and three programs share an SM (1.80 ms, 2.05 without the limit; 32 heads of 64 on 8).
     """
     if not path and wide(dtype, width):
         return WIDE
@@ -112,7 +115,9 @@ def query_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool = False) 
 
 
 def key_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
-    """Tiles of the dk, dv pass: a key tile stays, queries stream. 2.5 ms, 3.1 with 64 x 128."""
+    """Tiles of the dk, dv pass: a key tile stays, queries stream. 2.5 ms; 3.1 with 8 warps and
+    queries by 128.
+    """
     if not path and wide(dtype, width):
         return WIDE
     if dtype == torch.float32:
@@ -121,8 +126,8 @@ def key_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
 
 
 def hopper() -> bool:
-    """Whether 227 KB of shared memory take what makes the backward faster; the interpreter takes
-    all. Some cards have 99.
+    """Whether the card has the shared memory (227 KiB; some cards have 99) for what makes the
+    backward faster, which was timed on Hopper alone. The interpreter runs it too.
     """
     return triton.knobs.runtime.interpret or torch.cuda.get_device_capability()[0] == 9
 
@@ -137,7 +142,7 @@ def early_loads(tile: Tiles) -> int | None:
 
 SOLVE = "tf32x3" if triton.knobs.runtime.interpret else "bf16x6"
 """Products of the triangular solve, both exact to fp32: six 16-bit terms take either operand order
-(0.17 ms against 0.21 at D = 128, 2 x 8192 x 16 heads); the interpreter knows only tf32x3.
+(0.17 ms against 0.21); the interpreter knows only tf32x3.
 """
 
 CHUNK_REGISTERS = 128

@@ -31,7 +31,7 @@ def test_rows(capsys):
 @pytest.mark.parametrize("layout", measure_layouts.LAYOUTS, ids=str)
 @pytest.mark.parametrize("attention", ["path", "path_fox", "default"])
 def test_the_job_of_every_row_is_read(attention, layout):
-    """An argument that torchtitan does not know found on a machine that was lent for an hour."""
+    """An argument that torchtitan does not know found only where the GPUs are."""
     args, overrides = measure_layouts.parse(["--compile.no-enable"])
     job = load_job(
         [
