@@ -252,16 +252,16 @@ class Pool:
         try:
             while (waiting or self.running) and time.monotonic() < end:
                 while waiting and max(self.free) >= self._slots(waiting[0]):
-                    self._start(waiting.pop(0), end)
+                    self._start(waiting.pop(0))
                 self._collect()
                 time.sleep(0.1)
         finally:
-            for running in self.running:
+            for running in list(self.running):
                 self._kill(running, "killed: the time of all jobs was over")
         if waiting:
             print(f"not started: {', '.join(job.name for job in waiting)}", flush=True)
 
-    def _start(self, job: Job, end: float) -> None:
+    def _start(self, job: Job) -> None:
         gpu = self.free.index(max(self.free))
         self.free[gpu] -= self._slots(job)
         log = self.work / f"{job.name}.log"
@@ -279,41 +279,38 @@ class Pool:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # to kill its data loader with it
             )
-        deadline = min(end, time.monotonic() + job.seconds)
+        deadline = time.monotonic() + job.seconds
         self.running.append(_Running(job, gpu, process, log, deadline))
 
     def _collect(self) -> None:
         for running in list(self.running):
-            job, code = running.job, running.process.poll()
-            if code is None:
-                if time.monotonic() > running.deadline:
-                    self._kill(running, f"killed after {job.seconds:.0f} s")
-                    self._remove(running)
-                continue
-            self._remove(running)
-            if code:
-                self._record_failure(running, f"exit {code}")
-            else:
-                (self.results / f"{job.name}.failed.json").unlink(missing_ok=True)
-                print(f"done: {job.name}", flush=True)
-
-    def _remove(self, running: _Running) -> None:
-        self.running.remove(running)
-        self.free[running.gpu] += self._slots(running.job)
-
-    def _slots(self, job: Job) -> int:
-        return min(job.slots, self.slots)
+            code = running.process.poll()
+            if code is not None:
+                self._end(running, f"exit {code}")
+            elif time.monotonic() > running.deadline:
+                self._kill(running, f"killed after {running.job.seconds:.0f} s")
 
     def _kill(self, running: _Running, reason: str) -> None:
         os.killpg(running.process.pid, signal.SIGKILL)
         running.process.wait()
-        self._record_failure(running, reason)
+        self._end(running, reason)
 
-    def _record_failure(self, running: _Running, reason: str) -> None:
+    def _end(self, running: _Running, reason: str) -> None:
+        """`reason` is left if there is no result; one that is there counts, whatever came after."""
+        self.running.remove(running)
+        self.free[running.gpu] += self._slots(running.job)
+        name = running.job.name
+        failed = self.results / f"{name}.failed.json"
+        if (self.results / f"{name}.json").exists():
+            failed.unlink(missing_ok=True)
+            print(f"done: {name}", flush=True)
+            return
         tail = running.log.read_text(errors="replace").splitlines()[-30:]
-        failure = {"experiment": running.job.name, "failure": reason, "log": tail}
-        _write(self.results / f"{running.job.name}.failed.json", failure)
-        print(f"failed: {running.job.name}: {reason}", flush=True)
+        _write(failed, {"experiment": name, "failure": reason, "log": tail})
+        print(f"failed: {name}: {reason}", flush=True)
+
+    def _slots(self, job: Job) -> int:
+        return min(job.slots, self.slots)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -27,7 +27,13 @@ case "$name" in
     *hang*) sleep 60 & echo $! >>"$WORKER_LOG.children"; wait ;;
     *slow*) sleep 0.6 ;;
 esac
+case "$name" in
+    *lost*) exit 0 ;;
+esac
 mkdir -p "$results/$(dirname "$name")" && echo '{}' >"$results/$name.json"
+case "$name" in
+    *crash*) exit 4 ;;
+esac
 """
 
 
@@ -119,6 +125,13 @@ def test_pool(tmp_path, worker, capsys):
     assert failure == {"experiment": "group/fail", "failure": "exit 3", "log": ["no memory"]}
     output = capsys.readouterr().out
     assert "done: group/a\n" in output and "failed: group/fail: exit 3\n" in output
+
+
+def test_a_result_decides(tmp_path, worker):
+    """A finished job called failed since its process ended badly, or one without a result done."""
+    make_pool(tmp_path).run([job("crash"), job("lost")], 30)
+    results = sorted(path.name for path in (tmp_path / "results" / "group").iterdir())
+    assert results == ["crash.json", "lost.failed.json"]
 
 
 def test_slots(tmp_path, worker):
