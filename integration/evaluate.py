@@ -15,7 +15,7 @@ import datetime
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -324,9 +324,7 @@ def _names(names: set[str]) -> str:
 
 def _short(values: dict[str, Any]) -> str:
     """The numbers of a result on one line."""
-    flat: dict[str, Callable | Any] = {
-        name: value for name, value in values.items() if not isinstance(value, dict | list)
-    }
+    flat = {name: value for name, value in values.items() if not isinstance(value, dict | list)}
     return "  ".join(
         f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in flat.items()

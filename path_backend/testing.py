@@ -70,10 +70,9 @@ def make_inputs(
 ) -> Inputs:
     """Leaves that require gradients.
 
-    w: "random", "constant" (one direction and 1 % of noise), None (no
-    reflections). beta: a key of BETAS. beta and log_gate are fp32, fp64 for fp64.
-    documents: about eight per row, at random places. strided: q, k, v, w as views of wider
-    tensors and beta, log_gate transposed.
+    w: "random", "constant" (one direction and 1 % of noise), None (no reflections). beta: a key of
+    BETAS. beta and log_gate are fp32, fp64 for fp64. documents: about eight per row, at random
+    places. strided: q, k, v, w as views of wider tensors and beta, log_gate transposed.
     """
     generator = torch.Generator().manual_seed(seed)
     precise = torch.promote_types(dtype, torch.float32)

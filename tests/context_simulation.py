@@ -55,6 +55,13 @@ class SimulatedTransport:
         return lambda: torch.stack([note[self.rank] for note in notes])
 
 
+def gradient_of_out(inputs):
+    """d(out) of all tokens, which ranks and one device are given alike."""
+    shape = (*inputs.q.shape[:3], inputs.v.shape[3])
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).to(inputs.q.dtype)
+
+
 def shard(x, layout, rank):
     """The rank's part of x [B, T, ...]."""
     if x is None:

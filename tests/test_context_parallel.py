@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from context_simulation import shard, simulate
+from context_simulation import gradient_of_out, shard, simulate
 from kernel_checks import assert_within_limits
 
 from path_backend import blocks, dyadic, path_attention, sharded
@@ -36,12 +36,6 @@ LAYOUTS = {
     "8, head-tail": Layout.head_tail(8, 20),
     "2, in disorder": Layout(((60, 0, 100), (40, 80, 20)), 20),
 }
-
-
-def gradient_of_out(inputs):
-    shape = (*inputs.q.shape[:3], inputs.v.shape[3])
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(shape, dtype=torch.float64, generator=generator).to(inputs.q.dtype)
 
 
 def check(inputs, layout, method):

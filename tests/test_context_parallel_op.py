@@ -1,5 +1,6 @@
 """The ops of context parallelism as the dispatcher, the compiler and checkpointing see them."""
 
+import re
 from functools import partial
 
 import pytest
@@ -140,8 +141,6 @@ ERRORS = [
 @pytest.mark.parametrize("changes, message", ERRORS)
 def test_errors(group, changes, message):
     """Catches a call that does not fit its layout and attends to something."""
-    import re
-
     arguments = dict(layout=LAYOUT, group=group) | changes
     with pytest.raises(ValueError, match=re.escape(message)):
         make_inputs(70).call(context_parallel_attention, **arguments)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from context_simulation import shard, unshard
+from context_simulation import gradient_of_out, shard, unshard
 from kernel_checks import assert_within_limits
 from ranks import on_ranks
 
@@ -20,12 +20,6 @@ CASES = {
     "nope": dict(w=None, documents=True),
     "bf16": dict(gate=True, dtype=torch.bfloat16),
 }
-
-
-def gradient_of_out(inputs):
-    shape = (*inputs.q.shape[:3], inputs.v.shape[3])
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(shape, dtype=torch.float64, generator=generator).to(inputs.q.dtype)
 
 
 def attend(group, inputs, layout, method):
