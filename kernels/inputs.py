@@ -102,6 +102,7 @@ class Inputs:
 
 
 def padded(width: int, least: int = 16) -> int:
+    """The power of two that holds `width`, but not less than `least`."""
     return max(least, 1 << (width - 1).bit_length())
 
 
@@ -131,6 +132,7 @@ def prepare(
     scale: float,
     piece: bool = False,
 ) -> Inputs:
+    """Of the arguments of a call, in the order of path_attention: gates summed, documents' ends."""
     gate = gate_offset = document_end = None
     if log_gate is not None:
         span = tiles.GATE_SPAN.value

@@ -20,16 +20,19 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, "+" if files differ from it."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    """The checkout's commit, "+" if files differ from it; "unknown" outside of one."""
+    path = Path(__file__).resolve()
+    git = ["git", "-C", str(path.parent)]
     try:
+        # An installed copy may lie in someone else's checkout.
+        ours = subprocess.run([*git, "ls-files", "--error-unmatch", path.name], capture_output=True)
         name = subprocess.run(
             [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
         )
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True)
     except OSError:
         return "unknown"
-    if name.returncode:
+    if ours.returncode or name.returncode:
         return "unknown"
     return name.stdout.strip() + ("+" if changed.stdout else "")
 

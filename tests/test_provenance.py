@@ -1,0 +1,59 @@
+"""Where a measurement says that it comes from."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from path_backend import provenance
+
+
+def commit_in(folder):
+    """What `commit` says of a copy of the module in a folder."""
+    code = "import provenance; print(provenance.commit())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository with one commit, and a copy of the module that is not in it."""
+    if not shutil.which("git"):
+        pytest.skip("needs git")
+    shutil.copy(provenance.__file__, tmp_path)
+    (tmp_path / "other").write_text("")
+
+    def git(*arguments):
+        identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "--quiet")
+    git("add", "other")
+    git("commit", "--quiet", "--message=first")
+    return tmp_path, git
+
+
+def test_commit_of_a_checkout(checkout):
+    """Catches results under the name of a commit that does not hold what was measured."""
+    folder, git = checkout
+    git("add", "provenance.py")
+    git("commit", "--quiet", "--message=second")
+    name = git("rev-parse", "--short", "HEAD")
+    assert commit_in(folder) == name
+    (folder / "other").write_text("changed")
+    assert commit_in(folder) == f"{name}+"
+
+
+def test_commit_of_an_installed_copy(checkout):
+    """Catches the commit of a user's own project, in whose folder the package is installed."""
+    folder, _ = checkout
+    assert commit_in(folder) == "unknown"
+
+
+def test_version_of_what_is_not_installed():
+    """Catches a preamble that fails where a peer is missing."""
+    assert provenance.version("no-package-of-this-name") == "not installed"
