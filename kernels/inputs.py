@@ -114,6 +114,13 @@ def dense(x: Tensor) -> Tensor:
     return x if readable else x.contiguous()
 
 
+def near(beta: Tensor) -> Tensor:
+    """beta [B, T, H], copied unless 32 bits hold the offset of every token; of columns of a wide
+    tensor they may not.
+    """
+    return beta if beta.stride(1) * beta.shape[1] < 2**31 else beta.contiguous()
+
+
 def differentiable(x: Tensor) -> Tensor:
     """fp16 inputs are differentiated in fp32 storage and tf32 products, which hold fp16 values
     exactly: a mean loss over a million tokens has gradients of 1e-7, where fp16 has no digits left.
@@ -153,7 +160,7 @@ def prepare(
         dense(k),
         dense(v),
         None if w is None else dense(w),
-        beta,
+        None if beta is None else near(beta),
         gate,
         gate_offset,
         document_start,

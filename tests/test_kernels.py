@@ -37,7 +37,7 @@ from triton.runtime.jit import KernelInterface  # noqa: E402
 
 from path_backend.kernels import config, launch  # noqa: E402
 from path_backend.kernels.frames import make_frames  # noqa: E402
-from path_backend.kernels.inputs import _even_parts, dense, prepare  # noqa: E402
+from path_backend.kernels.inputs import _even_parts, dense, near, prepare  # noqa: E402
 
 pytestmark = NAN_IN_ALL_MEMORY
 
@@ -148,6 +148,13 @@ def test_heads_that_32_bits_do_not_reach_are_copied():
     assert dense(x) is x
     assert dense(by_head).stride() == x.stride()
     assert dense(by_head[:, :, :127]).stride(2) == T * D
+
+
+def test_betas_that_32_bits_do_not_reach_are_copied():
+    """Catches the offset of a token that overflows: beta is a column of a wide tensor here."""
+    wide = torch.empty(1, 2**17, 2**14, device="meta")
+    assert near(wide[:, :, :8]).stride(1) == 8
+    assert near(wide[:, : 2**16, :8]).stride(1) == 2**14
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
