@@ -79,13 +79,21 @@ def load(path: str, *, held_out: bool) -> Dataset:
 
 
 def iter_modules(root: Path) -> Iterator[tuple[str, str]]:
-    """Dotted module name and source text of every non-empty module under `root`."""
+    """Dotted module name and source text of every non-empty module under `root`.
+
+    Raises ValueError for a module that is not text in the encoding it declares (UTF-8 if none).
+    """
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)
         if _SKIPPED_FOLDERS.intersection(relative.parts) or path.name.startswith("_sysconfigdata"):
             continue
-        with tokenize.open(path) as source:  # honours the module's coding cookie
-            text = source.read()
+        try:
+            with tokenize.open(path) as source:  # honours the module's coding cookie
+                text = source.read()
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"dataset_path must hold modules in the encoding they declare, got {path}: {error}"
+            ) from error
         if text.strip():
             yield ".".join(relative.with_suffix("").parts), text
 

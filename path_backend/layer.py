@@ -305,7 +305,7 @@ class PathInputs(nn.Module):
             w = self.w_up(x if self.w_down is None else self.w_down(x))
         with torch.autocast(x.device.type, enabled=False):
             layers = [layer for layer in (self.beta, self.gate) if layer is not None]
-            logits = float32_linears(_at_least_float32(x), layers)
+            logits = float32_linears(x, layers)
             if w is not None and self.conv is not None:
                 w = F.silu(self.conv(w, document_start, shards)).unflatten(-1, (-1, self.head_dim))
                 w = w * torch.rsqrt(w.square().sum(-1, keepdim=True) + W_NORM_EPS)
@@ -423,6 +423,9 @@ def float32_linears(x: torch.Tensor, layers: list[Float32Linear]) -> Sequence[to
 
     Layers cut into shards of heads (DTensors) work one by one.
     """
+    if not layers:
+        return []
+    x = _at_least_float32(x)
     if len(layers) < 2 or any(isinstance(layer.weight, DTensor) for layer in layers):
         return [layer(x) for layer in layers]
     weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])

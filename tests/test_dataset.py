@@ -97,6 +97,14 @@ def test_a_module_is_read_in_its_own_encoding(tmp_path):
     assert dict(dataset.iter_modules(tmp_path))["old"] == "# coding: latin-1\nname = 'é'\n"
 
 
+def test_a_module_that_is_not_text_is_named(tmp_path):
+    """Catches a run that ends over one file of thousands, and does not say which."""
+    path = tmp_path / "broken.py"
+    path.write_bytes(b"name = '\xff'\n")
+    with pytest.raises(ValueError, match=f"in the encoding they declare, got {path}: "):
+        dataset.load(str(tmp_path), held_out=False)
+
+
 @pytest.mark.parametrize("held_out, part", [(False, "training"), (True, "validation")])
 def test_an_empty_part_is_refused(tmp_path, held_out, part):
     """Catches a mistyped dataset_path, on which the infinite loader would spin for ever."""
