@@ -72,7 +72,7 @@ def check_training(args, dims: ParallelDims, job_config: JobConfig) -> None:
             f"data_parallel_shard_degree = {dims.dp_replicate} instead of it is FSDP2"
         )
     if job_config.optimizer.early_step_in_backward:
-        _check_early_step(dims, job_config)
+        _check_early_step(args, dims, job_config)
     if job_config.training.enable_cpu_offload and not dims.fsdp_enabled:
         raise ValueError(
             "training.enable_cpu_offload needs FSDP2, which brings parameters to the device: "
@@ -108,10 +108,15 @@ def _check_micro_batches(job_config: JobConfig) -> None:
     parallelism = job_config.parallelism
     degree = parallelism.pipeline_parallel_degree
     size = parallelism.pipeline_parallel_microbatch_size
-    schedule, name = None, parallelism.pipeline_parallel_schedule
-    if not parallelism.pipeline_parallel_schedule_csv:  # which takes its place
-        schedule = get_schedule_class(name)
-    needed = {Schedule1F1B: degree, ScheduleDualPipeV: 2 * degree}.get(schedule, 1)
+    name = parallelism.pipeline_parallel_schedule
+    schedule = get_schedule_class(name)
+    if size < 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_microbatch_size must be at least 1, got {size}"
+        )
+    needed = 1
+    if not parallelism.pipeline_parallel_schedule_csv:  # which has an order of its own
+        needed = {Schedule1F1B: degree, ScheduleDualPipeV: 2 * degree}.get(schedule, 1)
     micro_batches = training.local_batch_size // size
     if micro_batches < needed:
         raise ValueError(
@@ -180,7 +185,7 @@ def _check_lengths(job_config: JobConfig) -> None:
             )
 
 
-def _check_early_step(dims: ParallelDims, job_config: JobConfig) -> None:
+def _check_early_step(args, dims: ParallelDims, job_config: JobConfig) -> None:
     """Steps with gradients that are not those of the whole batch yet, which torchtitan takes."""
     key = "optimizer.early_step_in_backward must be false"
     if is_ddp(dims):
@@ -195,6 +200,12 @@ def _check_early_step(dims: ParallelDims, job_config: JobConfig) -> None:
             f"{key} when gradients accumulate (training.global_batch_size = "
             f"{job_config.training.global_batch_size} in batches of {batch}), got true: every "
             "batch would be a step"
+        )
+    if getattr(args, "enable_weight_tying", False) and dims.tp_enabled and dims.fsdp_enabled:
+        raise ValueError(
+            f"{key} with parallelism.tensor_parallel_degree = {dims.tp} beside FSDP2 for flavor "
+            f"{job_config.model.flavor!r} of {job_config.model.name}, which ties the output layer "
+            "to the embedding, got true: each of the two would step"
         )
 
 

@@ -101,8 +101,7 @@ def count_errors(
 def log_errors(validator: BaseValidator) -> BaseValidator:
     """Make the validator log `validation_metrics/error` over all ranks, beside its loss.
 
-    It counts where the validator computes its loss, so pipelines, which do that elsewhere, have
-    none.
+    It counts where the validator computes its loss; pipelines do that elsewhere, and log none.
     """
     stock_loss, stock_validate = validator.loss_fn, validator.validate
     sums = torch.zeros(2, dtype=torch.int64)  # wrong, all
@@ -114,13 +113,13 @@ def log_errors(validator: BaseValidator) -> BaseValidator:
         sums = sums.to(labels.device) + torch.stack([wrong.sum(), counts.sum()])
         return stock_loss(logits, labels)
 
-    def share() -> float:
-        total = sums.float()
+    def share() -> dict[str, float]:
         dims = validator.parallel_dims
+        wrong, predictions = sums.tolist()
         if dims.dp_cp_enabled:
             mesh = dims.get_optional_mesh("loss")
-            return utils.dist_sum(total[0], mesh) / utils.dist_sum(total[1], mesh)
-        return (total[0] / total[1]).item()
+            wrong, predictions = (utils.dist_sum(x, mesh) for x in sums.float())
+        return {"validation_metrics/error": wrong / predictions} if predictions else {}
 
     @functools.wraps(stock_validate)
     def validate(model_parts, step: int) -> None:
@@ -130,7 +129,7 @@ def log_errors(validator: BaseValidator) -> BaseValidator:
         stock_log = processor.log_validation
 
         def log(*, loss: float, step: int) -> None:
-            stock_log(loss=loss, step=step, extra_metrics={"validation_metrics/error": share()})
+            stock_log(loss=loss, step=step, extra_metrics=share())
 
         processor.log_validation = log
         try:

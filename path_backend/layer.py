@@ -421,16 +421,27 @@ class Float32Linear(nn.Linear):
 def float32_linears(x: torch.Tensor, layers: list[Float32Linear]) -> Sequence[torch.Tensor]:
     """What each layer makes of x, in one product: x is read once, and so is its gradient.
 
-    Layers cut into shards of heads (DTensors) work one by one.
+    Layers cut into shards of heads (DTensors), and those that a host wraps, works on with hooks or
+    replaced, are called one by one.
     """
     if not layers:
         return []
     x = _at_least_float32(x)
-    if len(layers) < 2 or any(isinstance(layer.weight, DTensor) for layer in layers):
+    if len(layers) < 2 or not all(map(_is_plain, layers)):
         return [layer(x) for layer in layers]
     weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
     bias = torch.cat([layer.bias.to(x.dtype) for layer in layers])
     return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a call of the layer is its product and no more."""
+    return (
+        type(layer) is Float32Linear
+        and not isinstance(layer.weight, DTensor)
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+    )
 
 
 def document_start_from_eos(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:

@@ -209,6 +209,30 @@ def test_gate_start_out_of_range(gate_start):
         make_layer(gate_start=gate_start)
 
 
+def test_small_layers_that_a_host_changes_are_called():
+    """A hook that does not fire, or a layer put around one of them passed over."""
+
+    class Doubled(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return 2 * self.inner(x)
+
+    x = torch.randn(1, 5, DIM, dtype=torch.float64)
+    inputs = make_layer().path
+    _, _, plain = inputs(x, None, x.dtype)
+    calls = []
+    handle = inputs.beta.register_forward_hook(lambda *call: calls.append(call))
+    torch.testing.assert_close(inputs(x, None, x.dtype)[2], plain)
+    assert len(calls) == 1
+    handle.remove()
+    logits = inputs.gate(x)
+    inputs.gate = Doubled(inputs.gate)
+    torch.testing.assert_close(inputs(x, None, x.dtype)[2], F.logsigmoid(2 * logits))
+
+
 @pytest.mark.parametrize("mode", ["path", "path_fox", "fox"])
 def test_statistics(mode):
     """A statistic of the wrong tensor or order, or one that evaluation overwrites."""

@@ -96,6 +96,15 @@ def test_refuses_head_counts():
         args.update_from_config(parse())
 
 
+@pytest.mark.parametrize("size", [0, -1])
+def test_refuses_micro_batches_without_a_sequence(size):
+    """A division by zero, or a minimum below zero asked for."""
+    argument = f"--parallelism.pipeline_parallel_microbatch_size={size}"
+    configured_args(parse(argument))
+    with pytest.raises(ValueError, match=f"microbatch_size must be at least 1, got {size}"):
+        configured_args(parse(PP2, argument))
+
+
 @pytest.mark.parametrize(
     "schedule, size, needed", [("1F1B", 1, 2), ("1f1b", 2, 4), ("DualPipeV", 1, 4), ("GPipe", 4, 4)]
 )
@@ -118,8 +127,10 @@ def test_refuses_a_schedule_that_cannot_validate():
     zbv = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
     configured_args(parse(PP2, zbv, "--validation.no-enable"))
     configured_args(parse(zbv))
-    with pytest.raises(ValueError, match='enable must be false with .* = "ZBVZeroBubble"'):
-        configured_args(parse(PP2, zbv))
+    csv = "--parallelism.pipeline_parallel_schedule_csv=schedule.csv"  # stages are placed by name
+    for arguments in ((PP2, zbv), (PP2, zbv, csv)):
+        with pytest.raises(ValueError, match='enable must be false with .* = "ZBVZeroBubble"'):
+            configured_args(parse(*arguments))
 
 
 def test_refuses_a_document_mask_of_the_stock_attention():
@@ -165,6 +176,7 @@ def check_training(*arguments, name="llama3", **degrees):
 
 DDP, FSDP2 = {"dp_replicate": 2}, {"dp_shard": 2}
 EARLY = "--optimizer.early_step_in_backward"
+TIED = {"name": "qwen3"}  # the embedding of its debugmodel is the output layer
 OFFLOAD = "--training.enable_cpu_offload"
 STOCK = "--model.attention=default"
 
@@ -182,6 +194,15 @@ STOCK = "--model.attention=default"
             "must be false when gradients accumulate .* = 8 in batches of 4",
         ),
         ((EARLY, "--training.local_batch_size=4", "--training.global_batch_size=8"), FSDP2, None),
+        (
+            (EARLY,),
+            {"dp_shard": 2, "tp": 2, **TIED},
+            "for flavor 'debugmodel' of qwen3, which ties",
+        ),
+        ((EARLY,), {"cp": 2, "tp": 2, **TIED}, "degree = 2 beside FSDP2 for flavor 'debugmodel'"),
+        ((EARLY,), {"tp": 2, **TIED}, None),
+        ((EARLY,), {"dp_shard": 2, **TIED}, None),
+        ((EARLY,), {"dp_shard": 2, "tp": 2}, None),
         ((OFFLOAD,), {}, r"enable_cpu_offload needs FSDP2.*, got 1 and 1"),
         ((OFFLOAD,), {"tp": 2}, "enable_cpu_offload needs FSDP2"),
         ((OFFLOAD, STOCK), DDP, "enable_cpu_offload needs FSDP2"),

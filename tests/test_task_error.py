@@ -116,6 +116,19 @@ def test_validator_logs_errors(tmp_path, ranks, batch, layout):
     assert errors[1] == pytest.approx(errors[0], abs=1e-6)
 
 
+def test_pipelines_log_no_error(tmp_path):
+    """A share of nothing, 0 / 0, that ends the job in its first validation, or is logged."""
+    run = train(
+        tmp_path,
+        *(*FLIP_FLOP, "--model.flavor=task_2x64", "--parallelism.data_parallel_shard_degree=2"),
+        *("--parallelism.pipeline_parallel_degree=2", "--validation.local_batch_size=4"),
+        *("--training.local_batch_size=4", "--training.global_batch_size=8"),
+        ranks=4,
+    )
+    assert len(run.validation_loss) == 2
+    assert "validation_metrics/error" not in run.scalars
+
+
 def test_text_has_no_error(tmp_path):
     """The share of wrong next tokens of a text, which nobody asked for, computed and logged."""
     arguments = ("--validation.enable", "--validation.dataset=python_stdlib_validation")
