@@ -46,7 +46,7 @@ def test_refuses_pipelines(flavor, message, attention):
     arguments = (*names, f"--model.attention={attention}")
     configured_args(parse(*arguments), flavor)
     with pytest.raises(ValueError, match=message):
-        configured_args(parse(*arguments, "--parallelism.pipeline_parallel_degree=2"), flavor)
+        configured_args(parse(*arguments, PP2), flavor)
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["before 2.13", "since"])
@@ -54,7 +54,7 @@ def test_refuses_pipelines(flavor, message, attention):
 def test_refuses_a_pipeline_that_validates_other_batches(monkeypatch, keeps, key, size):
     """Micro-batches cut to buffers of another size: logits of one sequence, labels of two."""
     monkeypatch.setattr(refusals, "KEEPS_PIPELINE_BUFFERS", keeps)
-    two_stages = ("--parallelism.pipeline_parallel_degree=2", f"--training.{key}={size}")
+    two_stages = (PP2, f"--training.{key}={size}")
     validation = ("--validation.enable", f"--validation.{key}={2 * size}")
     configured_args(parse(*validation, f"--training.{key}={size}"), "debugmodel")
     message = f"validation.{key} must be training.{key} in a pipeline, got {2 * size} and {size} "
@@ -65,7 +65,7 @@ def test_refuses_a_pipeline_that_validates_other_batches(monkeypatch, keeps, key
 def test_refuses_a_pipeline_that_validates_fewer_micro_batches(monkeypatch):
     """A pipeline that meets a batch it cannot cut only when it validates."""
     monkeypatch.setattr(refusals, "KEEPS_PIPELINE_BUFFERS", False)
-    arguments = ("--training.local_batch_size=8", "--parallelism.pipeline_parallel_degree=2")
+    arguments = ("--training.local_batch_size=8", PP2)
     arguments += ("--parallelism.pipeline_parallel_microbatch_size=2",)
     for size in (4, 8):
         configured_args(parse(*arguments, f"--validation.local_batch_size={size}"))
@@ -239,7 +239,7 @@ def test_refuses_stock_attention_that_needs_a_gpu(monkeypatch, name, degrees, ke
 
 def test_refuses_kernels_that_do_not_cover_the_job(monkeypatch):
     """Kernels that were asked for by name missed only in the first step, or not at all."""
-    pytest.importorskip("triton")
+    pytest.importorskip("path_backend.kernels.launch")  # reads the variable for the whole process
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     triton = "--model.path.implementation=triton"
     monkeypatch.setattr(utils, "device_type", "cpu")
