@@ -278,6 +278,7 @@ def test_the_triangular_solve_is_exact_to_fp32(w, dtype):
 
     Sums in a tensor core are truncated, not rounded: on H200 the error is 3.4 times that of fp32.
     """
+    rounds = 4 if torch.cuda.is_available() else 2
     x = on_device(128, **dtype, D=64, w=w, beta="two").map(torch.detach)
     actual = make_frames(prepare(*x[:6], None, 1.0)).inverse
     w = x.w.double().transpose(1, 2).unflatten(2, (-1, 64))
@@ -286,7 +287,7 @@ def test_the_triangular_solve_is_exact_to_fp32(w, dtype):
     triangle = eye + (beta[..., None] * (w @ w.mT)).triu(1)
     exact = torch.linalg.inv(triangle)
     plain = torch.linalg.solve_triangular(triangle.float(), eye.float(), upper=True)
-    limit = 8 * relative_error(plain, exact) + torch.finfo(torch.float32).eps
+    limit = rounds * relative_error(plain, exact) + torch.finfo(torch.float32).eps
     assert relative_error(actual, exact) < limit
 
 
