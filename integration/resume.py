@@ -34,22 +34,21 @@ def check(state_dict: dict[str, Any], folder: str) -> None:
     or lacks places in the data.
     """
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-    missing = names_in_layers(state_dict.keys() - saved.keys())
-    if missing:
-        raise ValueError(
-            f"{folder} must be of the same model.attention and [model.path], got one without "
-            f"{', '.join(sorted(missing))} in its layers. Through Hugging Face's format "
-            "(checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf) they would stay initial"
-        )
     ours = {name: value for name, value in state_dict.items() if OURS.fullmatch(name)}
-    surplus = names_in_layers(saved.keys()) - names_in_layers(ours.keys())
-    # a stage of a pipeline may have no layer
-    if surplus and any(name.startswith("layers.") for name in state_dict):
-        raise ValueError(
-            f"{folder} must be of the same model.attention and [model.path], got one with "
-            f"{', '.join(sorted(surplus))} in its layers. Through Hugging Face's format "
-            "(checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf) they are left out"
-        )
+    missing = names_in_layers(ours.keys() - saved.keys())
+    surplus: set[str] = set()
+    if any(name.startswith("layers.") for name in state_dict):  # a stage may have no layer
+        surplus = names_in_layers(saved.keys()) - names_in_layers(ours.keys())
+    for has, names, then in (
+        ("without", missing, "would stay initial"),
+        ("with", surplus, "are left out"),
+    ):
+        if names:
+            raise ValueError(
+                f"{folder} must be of the same model.attention and [model.path], got one {has} "
+                f"{', '.join(sorted(names))} in its layers. Through Hugging Face's format "
+                f"(checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf) they {then}"
+            )
     refuse_other_sizes(folder, ours, saved)
     if DATALOADER in state_dict:
         ranks = state_dict[DATALOADER].state_dict().get("world_size")

@@ -100,17 +100,17 @@ def forward_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
     return Tiles(64, 4, 3 if width <= (128 if path else 64) else 2 if width <= 128 else 1)
 
 
-def query_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool = False) -> Tiles:
+def query_tiles(dtype: torch.dtype, width: int, path: bool, gate_alone: bool = False) -> Tiles:
     """Tiles of the dq pass: a query tile stays, keys stream. Larger ones lose as in the others.
 
-    `gate`: with a gate and no documents, which at width 64 takes 208 registers: with 168 none is
-    spilled and three programs share an SM (1.80 ms, 2.05 without the limit; 32 heads of 64 on 8).
+    `gate_alone`: with a gate and no documents, which at width 64 takes 208 registers: with 168 none
+    is spilled and three programs share an SM (1.80 ms, 2.05 without the limit; 32/8 heads of 64).
     """
     if not path and wide(dtype, width):
         return WIDE
     if dtype == torch.float32:
         return Tiles(32, 4, 2)
-    limit = 168 if path and gate and width <= 64 else None
+    limit = 168 if path and gate_alone and width <= 64 else None
     return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1, registers=limit)
 
 

@@ -193,8 +193,8 @@ def _even_parts(count: int, most: int) -> list[slice]:
     """0 ... count - 1 in as few ranges of at most `most` as there can be, even ones, none longer
     than the first: what held its scratch holds theirs.
     """
-    parts = -(-count // most)
-    ends = [-(-count * i // parts) for i in range(parts + 1)]
+    parts = tiles.cdiv(count, most)
+    ends = [tiles.cdiv(count * i, parts) for i in range(parts + 1)]
     return [slice(*range_) for range_ in zip(ends, ends[1:], strict=False)]
 
 

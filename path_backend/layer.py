@@ -305,7 +305,7 @@ class PathInputs(nn.Module):
             w = self.w_up(x if self.w_down is None else self.w_down(x))
         with torch.autocast(x.device.type, enabled=False):
             layers = [layer for layer in (self.beta, self.gate) if layer is not None]
-            logits = float32_linears(x, layers)
+            logits = _float32_linears(x, layers)
             if w is not None and self.conv is not None:
                 w = F.silu(self.conv(w, document_start, shards)).unflatten(-1, (-1, self.head_dim))
                 w = w * torch.rsqrt(w.square().sum(-1, keepdim=True) + W_NORM_EPS)
@@ -413,12 +413,12 @@ class Float32Linear(nn.Linear):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+            x = _at_least_float32(x)
+            return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
-def float32_linears(x: torch.Tensor, layers: list[Float32Linear]) -> Sequence[torch.Tensor]:
+def _float32_linears(x: torch.Tensor, layers: list[Float32Linear]) -> Sequence[torch.Tensor]:
     """What each layer makes of x, in one product: x is read once, and so is its gradient.
 
     Layers cut into shards of heads (DTensors), and those that a host wraps, works on with hooks or

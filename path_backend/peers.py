@@ -89,15 +89,20 @@ def sdpa(backend: SDPBackend) -> Implementation:
 
 
 def fla(module: str) -> ModuleType:
-    """A module of flash-linear-attention. It imports transformers, which takes the folder `kernels`
-    of a checkout on sys.path for a package of that name.
-    """
+    """A module of flash-linear-attention."""
     path = sys.path
-    sys.path = [x for x in path if not Path(x, "kernels", "launch.py").exists()]
+    sys.path = outside_checkouts()
     try:
         return import_module(f"fla.{module}")
     finally:
         sys.path = path
+
+
+def outside_checkouts() -> list[str]:
+    """sys.path without our checkouts: transformers, which that library imports, takes their folder
+    `kernels` for a package of that name.
+    """
+    return [x for x in sys.path if not Path(x, "kernels", "launch.py").exists()]
 
 
 def fla_path(gate: bool) -> Implementation:

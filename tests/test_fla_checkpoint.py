@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import parity_data  # noqa: F401 (adds the flavor)
 import pytest
@@ -17,6 +16,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from trainer import ROOT, TESTS, TINY
 
 from path_backend.integration import fla_checkpoint
+from path_backend.peers import outside_checkouts
 from path_backend.reference import path_attention_reference
 
 # Heads of 64 for the library's kernels.
@@ -134,9 +134,7 @@ def untuned(monkeypatch):
 )
 def test_logits_of_the_library(tmp_path, monkeypatch, overrides):
     """A layout that this file misread twice: here the library itself loads and runs the folder."""
-    # transformers imports a package `kernels` wherever it finds one, in this checkout too.
-    outside = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
-    monkeypatch.setattr(sys, "path", outside)
+    monkeypatch.setattr(sys, "path", outside_checkouts())
     reason = "needs flash-linear-attention==0.6.0"
     library = pytest.importorskip("fla.models.path_attn", reason=reason)
     device, dtype, cast = "cpu", torch.float32, torch.nn.Module.float
