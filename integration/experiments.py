@@ -65,13 +65,20 @@ def plan() -> list[Job]:
     return [
         *_flip_flop(),
         *_words(seed=0),
-        *_length_extrapolation(),
+        *_length_extrapolation(seed=0),
         *_mqrar(seed=0),
         *_mqrar_open_gates(seed=0),
         *_mqrar_lower_rate(seed=0),
         *_small_mqrar(seed=0),
-        *(job for seed in (1, 2) for job in (*_words(seed), *_mqrar(seed), *_small_mqrar(seed))),
+        *(job for seed in (1, 2) for job in _again(seed)),
     ]
+
+
+def _again(seed: int) -> Iterator[Job]:
+    yield from _length_extrapolation(seed)
+    yield from _words(seed)
+    yield from _mqrar(seed)
+    yield from _small_mqrar(seed)
 
 
 def _flip_flop(seeds: int = 3) -> Iterator[Job]:
@@ -98,15 +105,18 @@ def _word_problem(dataset: str, depths: Sequence[int], seed: int) -> Iterator[Jo
             )
 
 
-def _length_extrapolation() -> Iterator[Job]:
-    """On the sources of the installed packages: the standard library alone is read too often."""
+def _length_extrapolation(seed: int) -> Iterator[Job]:
+    """On the sources of the installed packages: the standard library alone is read too often.
+
+    The seed is of the weights; every run reads the same text in the same order.
+    """
     packages = sysconfig.get_path("purelib")
     if torch := importlib.util.find_spec("torch"):
         packages = str(Path(torch.origin or "").parents[1])
     folders = (f"--training.dataset_path={packages}", f"--validation.dataset_path={packages}")
     for attention in ("path", "default", "fox", "path_fox", "nope"):
-        name = f"length_extrapolation/{attention}_0"
-        overrides = (*folders, "--debug.seed=0")
+        name = f"length_extrapolation/{attention}_{seed}"
+        overrides = (*folders, "--training.steps=1500", f"--debug.seed={seed}")
         yield Job(name, "length_extrapolation", attention, overrides, slots=SLOTS)
 
 

@@ -167,19 +167,28 @@ def _range(shares: list[float]) -> str:
 
 
 def length_extrapolation(results: Results) -> str:
-    """Perplexity on the documents that fill each length."""
-    rows, header = [], ["perplexity"]
+    """Perplexity on the documents that fill each length, mean over seeds and lowest to highest."""
+    rows, header = [], ["perplexity", "seeds"]
     for attention, runs in _by_attention(results):
-        text = _first_text(runs)
-        header = ["perplexity", *(f"{r['length']} ({r['documents']} documents)" for r in text)]
-        cells = ["none" if r["perplexity"] is None else f"{r['perplexity']:.2f}" for r in text]
-        rows.append([LABELS[attention], *cells])
+        by_length = list(zip(*map(_text, runs), strict=True))
+        lengths = [f"{r['length']} ({r['documents']} documents)" for r, *_ in by_length]
+        header = ["perplexity", "seeds", *lengths]
+        cells = [_perplexity([row["perplexity"] for row in seeds]) for seeds in by_length]
+        rows.append([LABELS[attention], str(len(runs)), *cells])
     return table(header, rows)
 
 
-def _first_text(runs: Results) -> list[dict[str, Any]]:
-    """Rows of the held-out modules, of the first seed."""
-    return next(iter(runs[0]["perplexity"].values()))
+def _text(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the held-out modules, one for each length."""
+    return next(iter(run["perplexity"].values()))
+
+
+def _perplexity(seeds: list[float | None]) -> str:
+    found = [perplexity for perplexity in seeds if perplexity is not None]
+    if not found:
+        return "none"
+    mean = f"{sum(found) / len(found):.2f}"
+    return f"{mean} ({min(found):.2f} to {max(found):.2f})" if len(found) > 1 else mean
 
 
 def plot_accuracy(results: Results, path: Path) -> None:
@@ -230,13 +239,20 @@ def _finish_words(figure: Any, axis: Any, path: Path, results: Results, label: s
 
 
 def plot_length_extrapolation(results: Results, path: Path) -> None:
-    """Loss by position on the documents that fill the longest length that any fills."""
+    """Loss by position on the documents that fill the longest length that any fills.
+
+    Mean over seeds, and its range.
+    """
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(8, 3.6))
     for attention, runs in _by_attention(results):
-        row = [row for row in _first_text(runs) if row["documents"]][-1]
-        positions = [row["bucket"] * (i + 0.5) for i in range(len(row["loss_by_position"]))]
-        axis.plot(positions, row["loss_by_position"], "-", **_style(attention))
+        rows = [[row for row in _text(run) if row["documents"]][-1] for run in runs]
+        losses = list(zip(*(row["loss_by_position"] for row in rows), strict=True))
+        positions = [rows[0]["bucket"] * (i + 0.5) for i in range(len(losses))]
+        style = _style(attention)
+        axis.plot(positions, [sum(seeds) / len(seeds) for seeds in losses], "-", **style)
+        ranges = [*map(min, losses)], [*map(max, losses)]
+        axis.fill_between(positions, *ranges, color=style["color"], alpha=0.2, lw=0)
     trained = results[0]["job"]["seq_len"]
     axis.axvline(trained, color="0.6", lw=1, ls=":")
     axis.set_xscale("log", base=2)

@@ -89,6 +89,8 @@ def test_seeds_differ(plan):
     for seed in range(3):
         for name in (f"flip_flop/path_{seed}", f"mqrar/path_2_back_{seed}"):
             assert {f"--debug.seed={seed}", f"--task.seed={seed}"} <= {*jobs[name].overrides}
+        text = jobs[f"length_extrapolation/path_{seed}"].overrides
+        assert {f"--debug.seed={seed}", "--training.steps=1500"} <= {*text}
 
 
 def test_select(plan, tmp_path):

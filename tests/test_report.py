@@ -82,20 +82,25 @@ def test_mqrar():
     assert row == "| `fox` | not run | 50.0 (25.0 to 75.0) | not run | not run |"
 
 
-def length_result(attention, losses):
+def length_result(attention, losses, perplexity=2.5):
     row = {"documents": 3, "bucket": 2, "loss_by_position": losses}
     rows = [
-        {**row, "length": 4, "perplexity": 2.5},
+        {**row, "length": 4, "perplexity": perplexity},
         {**row, "length": 16, "documents": 0, "perplexity": None},
     ]
     return result(attention, perplexity={"python_stdlib_validation": rows})
 
 
 def test_length_extrapolation():
-    """A length that no document fills shown with a number."""
-    header, _, row = report.length_extrapolation([length_result("path", [1, 2])]).splitlines()
-    assert header == "| perplexity | 4 (3 documents) | 16 (0 documents) |"
-    assert row == "| `path` | 2.50 | none |"
+    """A length that no document fills shown with a number, or one seed for all."""
+    seeds = [length_result("path", [1, 2]), length_result("path", [1, 2], perplexity=3.5)]
+    runs = [*seeds, length_result("fox", [1, 2])]
+    header, _, *rows = report.length_extrapolation(runs).splitlines()
+    assert header == "| perplexity | seeds | 4 (3 documents) | 16 (0 documents) |"
+    assert rows == [
+        "| `path` | 2 | 3.00 (2.50 to 3.50) | none |",
+        "| `fox` | 1 | 2.50 | none |",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +120,8 @@ def test_readme_and_pictures(tmp_path):
         "a5_word_problem/path": a5("path", 1, [0.0, 0.0, 0.5]),
         "s5_swaps/path_0": a5("path", 1, [0.0, 0.0, 0.5]),
         "s5_swaps/path_1": a5("path", 1, [0.0, 0.1, 0.5]),
-        "length_extrapolation/path": length_result("path", [1, 2]),
+        "length_extrapolation/path_0": length_result("path", [1, 2]),
+        "length_extrapolation/path_1": length_result("path", [2, 2]),
         "mqrar/path.failed": {"experiment": "mqrar/path", "failure": "exit 1"},
     }.items():
         path = tmp_path / f"{name}.json"
