@@ -40,7 +40,20 @@ def beta_from_logits(
     beta = 2 * torch.sigmoid(logits.to(dtype))
     bound = 2 - _MARGIN
     # Clamped before the division: w = 0 must not put an infinity into the gradient.
-    limit = bound / w.to(dtype).square().sum(-1).clamp_min(bound / beta_max)
+    limit = bound / squared_norm(w, dtype).clamp_min(bound / beta_max)
     limit = limit.clamp_max(beta_max)
     clipped = beta > limit
     return torch.where(clipped, limit, beta), clipped
+
+
+def squared_norm(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """|w|^2 [...] in dtype, of w [..., D] as its own dtype holds it; differentiable.
+
+    torch.compile takes a cast to 16 bits and back for none and would sum what was not rounded yet.
+    It keeps the cast if the bits are worked on; two views alone it takes for none as well.
+    """
+    size = w.to(dtype).square().sum(-1)
+    if w.element_size() > 2 or not torch.compiler.is_compiling():
+        return size
+    bits = w.detach().view(torch.int16) & -1
+    return size + (bits.view(w.dtype).to(dtype).square().sum(-1) - size.detach())

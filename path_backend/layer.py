@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from path_backend.attention import path_attention
-from path_backend.beta import BETA_MAX, beta_from_logits
+from path_backend.beta import BETA_MAX, beta_from_logits, squared_norm
 from path_backend.context_parallel import context_parallel_attention
 from path_backend.halo import halo
 from path_backend.layout import Layout
@@ -328,7 +328,7 @@ class PathInputs(nn.Module):
         """Overwrite `stats` on the device; recomputing a checkpointed layer repeats the values."""
         values = []
         if w is not None and beta is not None and clipped is not None:
-            eigenvalue = 1 - beta * w.to(beta.dtype).square().sum(-1)
+            eigenvalue = 1 - beta * squared_norm(w, beta.dtype)
             values += [beta.mean(), clipped.float().mean(), eigenvalue.min()]
         if log_gate is not None:
             values += [log_gate.exp().mean()]

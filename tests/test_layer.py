@@ -1,6 +1,7 @@
 """The layer against its formulas written out, and what it promises to a host model."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -173,6 +174,30 @@ def test_bf16_layer_keeps_reflections_contractive():
     eigenvalue = 1 - beta * w.float().square().sum(-1)
     assert eigenvalue.abs().max() <= 1
     assert eigenvalue.min() < -0.99  # or the test would hold for any small beta
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.skipif(DEVICE == "cpu" and not shutil.which("g++"), reason="needs a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compiled_layer_keeps_reflections_contractive(dtype):
+    """Beta clipped against the w before rounding: compilers leave out a cast and the cast back.
+
+    Every coordinate of a unit vector of 254 equal ones is rounded up, in bf16 by almost 2^-8.
+    """
+    torch._dynamo.reset()
+    options = dict(reflections=True, forget_gate=False, w_rank=0, beta_max=2.0, watch=True)
+    inputs = PathInputs(8, 1, 1, 254, **options).to(DEVICE, dtype)
+    inputs.stats = inputs.stats.float()
+    with torch.no_grad():
+        for parameter in inputs.parameters():
+            parameter.fill_(50 if parameter is inputs.beta.bias else 1)
+    x = torch.ones(1, 9, 8, device=DEVICE, dtype=dtype)
+    w, beta, _ = torch.compile(inputs, fullgraph=True)(x, None, dtype)
+    eigenvalue = 1 - beta.double() * w.double().square().sum(-1)
+    assert -1 <= eigenvalue.min() < -0.999
+    assert abs(inputs.stats[2] - eigenvalue.min()) < 1e-6
 
 
 @pytest.mark.parametrize("mode", MODES)
