@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import config, tiles
+from . import config, gate, tiles
 from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, row_kernel
 from .attention_forward import attention_forward_kernel
 from .frames import Ends, FrameGradients, Frames, frames_backward, make_frames
@@ -103,13 +103,10 @@ class Gradients:
         )
 
     def log_gate(self) -> Tensor | None:
-        """[B, T, HQ]: every later running sum contains it."""
+        """[B, T, HQ]."""
         if self.row_sum is None or self.col_sum is None:
             return None
-        # fp64: the suffix sum of a million signed terms; reversed as total minus prefix
-        d_sum = (self.row_sum - self.col_sum).double()
-        suffix = d_sum.sum(-1, keepdim=True) - d_sum.cumsum(-1) + d_sum
-        return suffix.float().transpose(1, 2).contiguous()
+        return gate.gradient(self.row_sum, self.col_sum)
 
     def of_inputs(self) -> tuple[Tensor | None, ...]:
         """dq, dk, dv, dw, dbeta, dlog_gate; None where the input is absent."""

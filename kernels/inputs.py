@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from . import config, tiles
+from .gate import running_sums
 
 LOG2_E = 1.4426950408889634
 
@@ -17,9 +18,8 @@ LOG2_E = 1.4426950408889634
 class Inputs:
     """One group of heads of one call, last dimensions contiguous.
 
-    gate [B, HQ, T] is the running sum in log2 units from the start of each GATE_SPAN tokens, fp32,
-    and gate_offset [B, HQ, spans] the sum at these starts, fp64. piece: the tokens are part of a
-    longer sequence.
+    gate [B, HQ, T] and gate_offset [B, HQ, spans] are the `running_sums`. piece: the tokens are a
+    part of a longer sequence.
     """
 
     q: Tensor
@@ -142,10 +142,7 @@ def prepare(
     """Of the arguments of a call, in the order of path_attention: gates summed, documents' ends."""
     gate = gate_offset = document_end = None
     if log_gate is not None:
-        span = tiles.GATE_SPAN.value
-        total = (log_gate.transpose(1, 2).double() * LOG2_E).cumsum(-1)
-        gate_offset = total[..., ::span].contiguous()
-        gate = (total - gate_offset.repeat_interleave(span, -1)[..., : q.shape[1]]).float()
+        gate, gate_offset = running_sums(log_gate)
     if document_start is not None:
         document_start = document_start.contiguous()
         positions = torch.arange(q.shape[1], device=q.device, dtype=torch.int32)

@@ -21,12 +21,13 @@ GATE_SPAN = tl.constexpr(128)
 RUNTIME = """
 T TQ TK H HQ num_chunks num_levels total_rows moved_rows total_blocks
 num_blocks num_splits num_parents level row_base block_base child_base parent_base
-stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh stride_lb stride_lh
+stride_bb stride_bt stride_bh stride_dbb stride_dbt stride_dbh stride_lb stride_lt stride_lh
 """.split()
 """Arguments that follow the sequence length: specialised, they would compile anew for others."""
 
 UNALIGNED = """
-beta_ptr d_beta_ptr gate_ptr offset_ptr lse_ptr row_sum_ptr col_sum_ptr start_ptr end_ptr
+beta_ptr d_beta_ptr gate_ptr offset_ptr log_gate_ptr d_log_gate_ptr total_ptr lse_ptr row_sum_ptr
+col_sum_ptr start_ptr end_ptr
 """.split()
 """Tensors without a last dimension of D. Some groups of heads begin at 16 bytes in them and some do
 not; what is read of them are single values per row anyway.

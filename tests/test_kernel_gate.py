@@ -1,0 +1,111 @@
+"""The kernels that sum log gates and differentiate these sums, against sums of torch in fp64.
+
+Small shapes run in Triton's interpreter where there is no GPU. What attention makes of the sums:
+test_kernels.py.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_checks import (
+    DEVICE,
+    KINDS,
+    LAYOUTS,
+    NAN_IN_ALL_MEMORY,
+    assert_same_bits,
+    kernels,
+    on_device,
+)
+
+from path_backend.testing import run
+
+pytest.importorskip("triton")
+
+from path_backend.kernels import gate  # noqa: E402
+
+pytestmark = NAN_IN_ALL_MEMORY
+SPAN = gate.GATE_SPAN.value
+EPS = torch.finfo(torch.float32).eps
+
+
+def long(*shape):
+    return pytest.param(*shape, marks=pytest.mark.gpu)
+
+
+# More than SPAN spans: a program adds up totals in several steps.
+SHAPES = [
+    (1, 1, 1),
+    (2, SPAN - 1, 3),
+    (1, SPAN, 8),
+    (2, SPAN + 1, 9),
+    (1, 3 * SPAN + 5, 17),
+    (1, SPAN * SPAN + 2 * SPAN + 1, 1),
+    long(2, 8192, 16),
+    long(1, 131_072, 32),
+    long(1, 2**20 + 1, 2),
+]
+
+
+def draw(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+def assert_sums(log_gate):
+    """Offsets are exact to fp64, and a span's own sums, without its first token, to fp32."""
+    T = log_gate.shape[1]
+    inside, offset = gate.running_sums(log_gate)
+    assert inside.dtype == torch.float32 and offset.dtype == torch.float64
+    terms = log_gate.mT.double() / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
+    exact = terms.cumsum(-1)
+    assert offset.shape == exact[..., ::SPAN].shape
+    assert torch.allclose(offset, exact[..., ::SPAN], rtol=1e-12, atol=1e-12)
+    own = F.pad(terms, (0, -T % SPAN)).unflatten(-1, (-1, SPAN)).clone()
+    own[..., 0] = 0
+    own = own.cumsum(-1).flatten(-2)[..., :T]
+    assert torch.allclose(inside.double(), own, rtol=EPS, atol=1e-10)
+
+
+@pytest.mark.parametrize("B, T, HQ", SHAPES)
+def test_running_sums(B, T, HQ):
+    """Catches a span or head left out at the edge of a tile, another batch's, natural units."""
+    assert_sums(F.logsigmoid(draw(B, T, HQ)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_running_sums_of_any_layout(layout):
+    """Catches strides taken for those of a contiguous tensor, and reads beyond it."""
+    assert_sums(LAYOUTS[layout](F.logsigmoid(draw(2, 2 * SPAN + 3, 9))))
+
+
+def test_closed_gates_leave_later_sums_exact():
+    """Catches fp32 offsets, after sums of -1e6 in steps of 0.06, and a closed gate at the start of
+    a span in every sum of it.
+    """
+    log_gate = F.logsigmoid(draw(1, 3 * SPAN, 2))
+    log_gate[:, : SPAN + 1] = -1e4
+    assert_sums(log_gate)
+
+
+@pytest.mark.parametrize("B, T, HQ", SHAPES)
+def test_gradient(B, T, HQ):
+    """Catches a suffix that lacks its own term or its own span, and fp32 in the difference or the
+    carry: terms of 1e4 cancel, what is left is of the size of 0.01.
+    """
+    alternating = 1e4 * (1 - 2 * (torch.arange(T, device=DEVICE) % 2))
+    row_sum = alternating.expand(B, HQ, T).contiguous()
+    col_sum = 0.01 * draw(B, HQ, T)
+    d_log_gate = gate.gradient(row_sum, col_sum)
+    terms = row_sum.double() - col_sum.double()
+    exact = terms.flip(-1).cumsum(-1).flip(-1).mT
+    assert d_log_gate.dtype == torch.float32 and d_log_gate.is_contiguous()
+    assert torch.allclose(d_log_gate.double(), exact, rtol=EPS, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_deterministic_algorithms_are_enough():
+    """Catches an operator without a deterministic form, as torch.cumsum: a job that asks for
+    deterministic algorithms would stop.
+    """
+    inputs = on_device(2000, torch.bfloat16, D=64, **KINDS["path_fox"])
+    torch.use_deterministic_algorithms(True, warn_only=False)  # the fixture resets it
+    assert_same_bits(run(kernels, inputs), run(kernels, inputs))
