@@ -11,7 +11,6 @@ from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, row_
 from .attention_forward import attention_forward_kernel
 from .frames import Ends, FrameGradients, Frames, frames_backward, make_frames
 from .inputs import Inputs, dense, groups, positive, strides
-from .tiles import CHUNK
 
 
 def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
@@ -21,8 +20,6 @@ def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -
         "q_ptr": x.q,
         "k_ptr": x.k,
         "v_ptr": x.v,
-        "q_levels_ptr": frames.q_levels if frames else x.q,
-        "k_levels_ptr": frames.k_levels if frames else x.k,
         "local_ptr": frames.local if frames else x.q,
         "gate_ptr": x.gate if x.gate is not None else x.q,
         "offset_ptr": x.gate_offset if x.gate_offset is not None else x.q,
@@ -42,6 +39,20 @@ def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -
     }
 
 
+def _keys(x: Inputs, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
+    """What the passes of a query tile stream by."""
+    rows, descriptors = tile.stream, tile.descriptors
+    k = frames.k_levels if frames else x.k.transpose(1, 2)
+    v, value_width = x.v.transpose(1, 2), x.value_widths["BLOCK_DV"]
+    return {
+        "q_levels_ptr": frames.q_levels if frames else x.q,
+        "k_tiles": tiles.source(k, rows, x.width, descriptors),
+        "v_tiles": tiles.source(v, rows, value_width, descriptors),
+        "gate_tiles": None if x.gate is None else tiles.row_source(x.gate, rows, descriptors),
+        "BLOCK_N": tile.stream,
+    }
+
+
 def forward(inputs: Inputs, out: Tensor, ends: Ends | None = None) -> Tensor:
     """Writes out [B, T, HQ, DV], and the `ends` of a piece. Returns the natural log-sum-exp [B, HQ,
     T] in fp32.
@@ -55,10 +66,10 @@ def forward(inputs: Inputs, out: Tensor, ends: Ends | None = None) -> Tensor:
         frames = None if x.w is None else make_frames(x, ends and ends.part(*group))
         batch, _, queries = group
         part = out[batch, :, queries]
-        tile = config.forward_tiles(x.q.dtype, x.widest, frames is not None)
+        tile = config.forward_tiles(*x.case)
         attention_forward_kernel[(tiles.cdiv(T, tile.rows), part.shape[0] * part.shape[2])](
             **_attention_arguments(x, frames, tile),
-            BLOCK_N=tile.stream,
+            **_keys(x, frames, tile),
             out_ptr=part,
             lse_ptr=lse[batch, queries],
             **strides(("o", part)),
@@ -88,8 +99,10 @@ class Gradients:
         def like(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.new_empty(x.shape)
 
+        B, T, HQ, _ = x.q.shape
         q, k, v = (t.new_empty(t.shape) for t in (x.q, x.k, x.v))
-        return Gradients(q, k, v, like(x.w), like(x.beta), like(x.gate), like(x.gate))
+        sums = (None, None) if x.gate is None else x.gate.new_empty(2, B, HQ, T).unbind()
+        return Gradients(q, k, v, like(x.w), like(x.beta), *sums)
 
     def part(self, batch: slice, heads: slice, queries: slice) -> "Gradients":
         return Gradients(
@@ -123,9 +136,6 @@ def backward(
 ) -> None:
     """Writes `grads`, from d(out) and from the gradients of the ends of a piece."""
     d_out, out, lse = dense(d_out.to(inputs.q.dtype)), dense(out), lse.contiguous()
-    if inputs.w is not None and d_out.shape[1] % CHUNK:
-        # whole tiles of it pass the keys; rows past the end have probability zero
-        d_out = torch.nn.functional.pad(d_out, (0, 0, 0, 0, 0, -d_out.shape[1] % CHUNK))
     for group in groups(inputs, backward=True):
         batch, _, queries = group
         _backward_group(
@@ -142,9 +152,8 @@ def _backward_group(
     x: Inputs, d_out: Tensor, out: Tensor, lse: Tensor, grads: Gradients, d_ends: Ends | None
 ) -> None:
     B, T, HQ, _ = x.q.shape
-    gate_alone = x.gate is not None and x.document_start is None
-    query_tile = config.query_tiles(x.q.dtype, x.widest, x.w is not None, gate_alone)
-    key_tile = config.key_tiles(x.q.dtype, x.widest, x.w is not None)
+    query_tile = config.query_tiles(*x.case)
+    key_tile = config.key_tiles(*x.case)
     chunks = tiles.cdiv(T, query_tile.rows)
     frames = None if x.w is None else make_frames(x)
     rows = lse.new_empty(B, HQ, chunks * query_tile.rows, 2)
@@ -168,7 +177,7 @@ def _backward_group(
         "rows_ptr": rows,
         "d_out_ptr": d_out,
         "scale": x.scale,
-        "product_ptr": frames.products if frames else x.q,
+        "product_tiles": frames.product_tiles() if frames else None,
         "moved_rows": tiles.moved_rows(T, x.piece),
         "total_blocks": tiles.total_blocks(T),
         "MOVE": x.precision,
@@ -176,6 +185,7 @@ def _backward_group(
     }
     attention_dq_kernel[(chunks, B * HQ)](
         **_attention_arguments(x, frames, query_tile),
+        **_keys(x, frames, query_tile),
         **shared,
         **strides(("e", from_start), ("dq", grads.q)),
         incoming_ptr=from_start,
@@ -183,12 +193,18 @@ def _backward_group(
         dq_moved_ptr=of_frames.q_moved if of_frames else grads.q,
         d_local_ptr=of_frames.local if of_frames else grads.q,
         row_sum_ptr=lse if grads.row_sum is None else grads.row_sum,
-        BLOCK_N=query_tile.stream,
         STAGES=config.early_loads(query_tile),
         SPLIT=config.hopper(),
     )
     attention_dkdv_kernel[(chunks, B * x.k.shape[2])](
         **_attention_arguments(x, frames, key_tile),
+        k_levels_ptr=frames.k_levels if frames else x.k,
+        q_tiles=tiles.source(
+            frames.q_levels if frames else x.q.transpose(1, 2), key_tile.stream, x.width
+        ),
+        d_out_tiles=tiles.source(
+            d_out.transpose(1, 2), key_tile.stream, x.value_widths["BLOCK_DV"]
+        ),
         **shared,
         **strides(("e", from_end), ("dk", grads.k), ("dv", grads.v)),
         incoming_ptr=from_end,

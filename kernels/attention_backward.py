@@ -23,8 +23,6 @@ import triton.language as tl
 from .attention_forward import (
     diagonal_logits,
     gate_between,
-    load_columns,
-    load_rows_before,
     seen_from,
 )
 from .sweep import key_moves, query_moves
@@ -32,9 +30,10 @@ from .tiles import (
     GATE_SPAN,
     as_product,
     blocks_of_level,
+    fetch,
+    fetch_row,
     kernel,
     load_full_tile,
-    load_square,
     load_tile,
     move,
     rows_of_level,
@@ -63,7 +62,9 @@ def row_kernel(
     lse = tl.load(lse_ptr + q_head * T + rows, mask=rows < T, other=float("inf"))
     bias = lse * -1.4426950408889634
     if HAS_GATE:
-        bias += tl.load(gate_ptr + q_head * T + rows, mask=rows < T, other=0.0)
+        bias += tl.load(
+            gate_ptr + q_head * (tl.cdiv(T, GATE_SPAN) * GATE_SPAN) + rows, mask=rows < T, other=0.0
+        )
     rows_ptr += q_head * num_chunks * CHUNK * 2
     tl.store(rows_ptr + rows * 2, bias)
     tl.store(rows_ptr + rows * 2 + 1, delta)
@@ -71,7 +72,9 @@ def row_kernel(
 
 @triton.jit
 def load_rows(rows_ptr, first, ROWS: tl.constexpr):
-    """bias and delta of consecutive query rows: see `load_columns`."""
+    """bias and delta of consecutive query rows. Side by side they are elements enough for the
+    compiler to copy each once; alone, every warp would fetch all of them.
+    """
     pair = tl.load(rows_ptr + (first + tl.arange(0, ROWS))[:, None] * 2 + tl.arange(0, 2)[None, :])
     return tl.split(pair)
 
@@ -98,24 +101,24 @@ def query_step(
 
 @triton.jit
 def query_gradient(
-    dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
-    lo, hi, gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    dq, row_sum, q, d_out, bias, delta, k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq, shift,
+    lo, hi, gate_ref, first_key, T, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq (without scale) and row sums of ds over the keys lo ... hi - 1. WHOLE: no tile passes the
-    end T.
+    """dq (without scale) and row sums of ds over the keys lo ... hi - 1: see `attend`.
 
     Unless STAGES is None, the loads of the next tile are issued before the second half of this
     one's work, at the loop's end otherwise: the compiler puts a branch (always taken) behind them.
     """
+    limit = None if WHOLE else T
     for start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
-        k = load_rows_before(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
-        v = load_rows_before(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
+        k = fetch(k_tiles, b, h, start + shift, limit, BLOCK_N, BLOCK_D)
+        v = fetch(v_tiles, b, h, start, limit, BLOCK_N, BLOCK_DV)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
             between = gate_between(offset_ptr, start, gate_ref)
-            s += (bias + between)[:, None] - load_columns(gate_ptr, start, BLOCK_N)[None, :]
+            s += (bias + between)[:, None] - fetch_row(gate_tiles, b, hq, start, BLOCK_N)
         else:
             s += bias[:, None]
         if STAGES is None or start < hi:
@@ -128,15 +131,15 @@ def query_gradient(
 
 @kernel
 def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
-    start_ptr, rows_ptr, d_out_ptr, incoming_ptr, dq_ptr, dq_moved_ptr, d_local_ptr, row_sum_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
-    stride_vt: tl.constexpr, stride_vh, stride_gb, stride_gt, stride_gh, stride_eb, stride_et,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_tiles, v_tiles, local_ptr, product_tiles, gate_ptr,
+    gate_tiles, offset_ptr, start_ptr, rows_ptr, d_out_ptr, incoming_ptr, dq_ptr, dq_moved_ptr,
+    d_local_ptr, row_sum_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_eb, stride_et,
     stride_eh, stride_dqb, stride_dqt, stride_dqh, T, HQ, num_chunks, num_levels, total_rows,
-    moved_rows, total_blocks, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    moved_rows, total_blocks, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D:
+    tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N:
+    tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION:
+    tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Pass of one query tile. dq is that of q_start with reflections, of q without. `incoming` is
     the gradient of the queries at the start of the piece. SPLIT: keys that every row sees have a
@@ -146,18 +149,16 @@ def attention_dq_kernel(
     q_head = tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
     h = hq // GROUP
-    head = ((q_head // HQ) * (HQ // GROUP) + h).to(tl.int64)
     q_head = q_head.to(tl.int64)
     q_ptr += b * stride_qb + hq * stride_qh
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
     d_out_ptr += b * stride_gb + hq * stride_gh
     q_levels_ptr += q_head * total_rows * BLOCK_D
-    k_levels_ptr += head * total_rows * BLOCK_D
     dq_moved_ptr += q_head * moved_rows * BLOCK_D
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
     d_local_ptr += q_head * num_chunks * CHUNK * CHUNK
-    gate_ptr += q_head * T
+    gate_ptr += q_head * (tl.cdiv(T, GATE_SPAN) * GATE_SPAN)
     offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
     logit_scale = scale * 1.4426950408889634
 
@@ -200,7 +201,7 @@ def attention_dq_kernel(
             incoming = load_tile(incoming_ptr, m0, stride_et, T, CHUNK, BLOCK_D, HEAD_DIM)
             dq = as_product(incoming.to(tl.float32) / scale)
         row_base = total_rows
-        block_base = head * total_blocks + total_blocks - 2
+        block_base = total_blocks - 2
         for step in range(num_levels):
             level = num_levels - 1 - step
             half = CHUNK << level
@@ -215,9 +216,17 @@ def attention_dq_kernel(
                     store_tile(
                         dq_moved_ptr, here, BLOCK_D, moved_rows, dq * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
-                    product = load_square(product_ptr, block_base + block - 1, BLOCK_D)
+                    product = fetch(
+                        product_tiles,
+                        b,
+                        h,
+                        (block_base + block - 1) * BLOCK_D,
+                        None,
+                        BLOCK_D,
+                        BLOCK_D,
+                    )
                     dq = move(dq, product, False, MOVE)
-                shift = tl.cast(row_base - left // 2, tl.int64)
+                shift = row_base - left // 2
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
                 middle = block * half
                 if SPLIT or not HAS_DOC:
@@ -225,21 +234,19 @@ def attention_dq_kernel(
                 for seen in tl.static_range(0 if HAS_DOC else 1, 2 if SPLIT or not HAS_DOC else 1):
                     if seen or lo < middle:  # an empty loop still asks for its first tiles
                         dq, row_sum = query_gradient(
-                            dq, row_sum, q_here, d_out, bias, delta, k_levels_ptr + shift * BLOCK_D,
-                            v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt,
-                            middle if seen else lo, block * half if seen else middle, gate_ref,
-                            first_key, T, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
-                            BLOCK_N, True, HAS_GATE, not seen, PRECISION, STAGES,
+                            dq, row_sum, q_here, d_out, bias, delta, k_tiles, v_tiles, gate_tiles,
+                            offset_ptr, b, h, hq, shift, middle if seen else lo,
+                            block * half if seen else middle, gate_ref, first_key, T, logit_scale,
+                            BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_GATE, not seen, PRECISION, STAGES,
                         )  # fmt: skip
     else:
         k = load_tile(k_ptr, m0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         if m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
             dq, row_sum = query_gradient(
-                dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt,
-                stride_vt, document // BLOCK_N * BLOCK_N, m0, gate_ref, first_key, T, logit_scale,
-                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC,
-                PRECISION, STAGES,
+                dq, row_sum, q, d_out, bias, delta, k_tiles, v_tiles, gate_tiles, offset_ptr, b, h,
+                hq, 0, document // BLOCK_N * BLOCK_N, m0, gate_ref, first_key, T, logit_scale,
+                BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION, STAGES,
             )  # fmt: skip
     dq_ptr += b * stride_dqb + hq * stride_dqh
     store_tile(dq_ptr, m0, stride_dqt, T, dq * scale, CHUNK, BLOCK_D, HEAD_DIM)
@@ -270,19 +277,19 @@ def key_gradient(
 
 @triton.jit
 def key_pass(
-    dk, dv, col_sum, k, v, q_ptr, d_out_ptr, rows_ptr, offset_ptr, start_ptr,
-    stride_q, stride_gt, lo, hi, T, keys, gate_k, gate_ref, scale, Q_WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    WHOLE: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    dk, dv, col_sum, k, v, q_tiles, d_out_tiles, rows_ptr, offset_ptr, start_ptr, b, q_head, shift,
+    lo, hi, T, keys, gate_k, gate_ref, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL not.
-    WHOLE: no tile passes the end T. STAGES: see `query_gradient`.
+    """The query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL not;
+    query i is row i + shift of its descriptor. Rows past the end have a bias of -inf. STAGES: see
+    `query_gradient`.
     """
     for m in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
         rows = m + tl.arange(0, BLOCK_M)
-        q = load_rows_before(q_ptr, m, stride_q, T, BLOCK_M, BLOCK_D, Q_WIDTH, WHOLE)
-        d_out = load_rows_before(d_out_ptr, m, stride_gt, T, BLOCK_M, BLOCK_DV, HEAD_DIM_V, WHOLE)
+        q = fetch(q_tiles, b, q_head, m + shift, T + shift, BLOCK_M, BLOCK_D)
+        d_out = fetch(d_out_tiles, b, q_head, m, T, BLOCK_M, BLOCK_DV)
         bias, delta = load_rows(rows_ptr, m, BLOCK_M)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias[None, :]
         if HAS_GATE:
@@ -303,8 +310,8 @@ def key_pass(
 
 @kernel
 def attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, product_ptr, gate_ptr, offset_ptr,
-    start_ptr, end_ptr, rows_ptr, d_out_ptr, incoming_ptr, dk_ptr, dv_ptr, dk_moved_ptr,
+    q_ptr, k_ptr, v_ptr, q_tiles, d_out_tiles, k_levels_ptr, local_ptr, product_tiles, gate_ptr,
+    offset_ptr, start_ptr, end_ptr, rows_ptr, d_out_ptr, incoming_ptr, dk_ptr, dv_ptr, dk_moved_ptr,
     col_sum_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
     stride_vt, stride_vh, stride_gb, stride_gt: tl.constexpr, stride_gh, stride_eb, stride_et,
     stride_eh, stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt, stride_dvh, T, HQ,
@@ -328,13 +335,12 @@ def attention_dkdv_kernel(
     v_ptr += b * stride_vb + h * stride_vh
     dv_ptr += b * stride_dvb + h * stride_dvh
     d_out_ptr += b * stride_gb + h * GROUP * stride_gh
-    q_levels_ptr += q_head * total_rows * BLOCK_D
     k_levels_ptr += head * total_rows * BLOCK_D
     dk_moved_ptr += head * moved_rows * BLOCK_D
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
     rows_ptr += q_head * num_chunks * CHUNK * 2
     spans = tl.cdiv(T, GATE_SPAN)
-    gate_ptr += q_head * T
+    gate_ptr += q_head * (spans * GATE_SPAN)
     offset_ptr += q_head * spans
     col_sum_ptr += q_head * T
     start_ptr += b * T
@@ -357,7 +363,7 @@ def attention_dkdv_kernel(
         gate_ref = tl.load(offset_ptr + g * spans + n0 // GATE_SPAN) if HAS_GATE else 0.0
         gate_k = key.to(tl.float32)
         if HAS_GATE:
-            gate_k = tl.load(gate_ptr + g * T + keys, mask=keys < T, other=0.0)
+            gate_k = tl.load(gate_ptr + g * spans * GATE_SPAN + keys, mask=keys < T, other=0.0)
         group_rows_ptr = rows_ptr + g * num_chunks * CHUNK * 2
         if HAS_PATH:
             # the local logits' dk is the chunk backward's
@@ -379,15 +385,12 @@ def attention_dkdv_kernel(
                 PRECISION,
             )  # fmt: skip
         else:
-            middle = tl.maximum(n0 + CHUNK, tl.minimum(reach, T // BLOCK_M * BLOCK_M))
-            for part in tl.static_range(3):  # the diagonal, whole tiles, what is left
+            for part in tl.static_range(2):  # the diagonal, what follows
                 dk, dv, col_sum = key_pass(
-                    dk, dv, col_sum, k, v, q_ptr + g * stride_qh, d_out_ptr + g * stride_gh,
-                    group_rows_ptr, offset_ptr + g * spans, start_ptr, stride_qt, stride_gt,
-                    n0 if part == 0 else n0 + CHUNK if part == 1 else middle,
-                    n0 + CHUNK if part == 0 else middle if part == 1 else reach,
-                    T, keys, gate_k, gate_ref, logit_scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
-                    BLOCK_M, part == 1, part == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES,
+                    dk, dv, col_sum, k, v, q_tiles, d_out_tiles, group_rows_ptr, offset_ptr + g *
+                    spans, start_ptr, b, h * GROUP + g, 0, n0 + CHUNK if part else n0, reach if part
+                    else n0 + CHUNK, T, keys, gate_k, gate_ref, logit_scale, BLOCK_D, BLOCK_DV,
+                    BLOCK_M, part == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES,
                 )  # fmt: skip
         if HAS_GATE:
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
@@ -399,7 +402,7 @@ def attention_dkdv_kernel(
             incoming = load_tile(incoming_ptr, n0, stride_et, T, CHUNK, BLOCK_D, HEAD_DIM)
             dk = as_product(incoming.to(tl.float32) / scale)
         row_base = total_rows
-        block_base = head * total_blocks + total_blocks - 2
+        block_base = total_blocks - 2
         for step in range(num_levels):
             level = num_levels - 1 - step
             half = CHUNK << level
@@ -414,9 +417,17 @@ def attention_dkdv_kernel(
                     store_tile(
                         dk_moved_ptr, here, BLOCK_D, moved_rows, dk * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
-                    product = load_square(product_ptr, block_base + block + 1, BLOCK_D)
+                    product = fetch(
+                        product_tiles,
+                        b,
+                        h,
+                        (block_base + block + 1) * BLOCK_D,
+                        None,
+                        BLOCK_D,
+                        BLOCK_D,
+                    )
                     dk = move(dk, product, True, MOVE)
-                shift = tl.cast(row_base + (right - half) // 2 - right, tl.int64)
+                shift = row_base + (right - half) // 2 - right
                 for g in tl.range(GROUP, num_stages=1):
                     col_sum = tl.zeros([CHUNK], tl.float32)
                     gate_ref = (
@@ -424,7 +435,7 @@ def attention_dkdv_kernel(
                     )
                     gate_k = key.to(tl.float32)
                     if HAS_GATE:
-                        gate_k = tl.load(gate_ptr + g * T + keys)
+                        gate_k = tl.load(gate_ptr + g * spans * GATE_SPAN + keys)
                     hi = tl.minimum(right + half, reach)
                     middle = hi
                     if HAS_DOC:
@@ -432,12 +443,12 @@ def attention_dkdv_kernel(
                     for part in tl.static_range(2 if HAS_DOC else 1):
                         if part == 0 or middle < hi:  # an empty loop still asks for tiles
                             dk, dv, col_sum = key_pass(
-                                dk, dv, col_sum, k_here, v, q_levels_ptr + (g * total_rows + shift)
-                                * BLOCK_D, d_out_ptr + g * stride_gh, rows_ptr + g * num_chunks *
-                                CHUNK * 2, offset_ptr + g * spans, start_ptr, BLOCK_D, stride_gt,
-                                middle if part else right, hi if part else middle, T, keys, gate_k,
-                                gate_ref, logit_scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
-                                BLOCK_M, True, False, HAS_GATE, part == 1, PRECISION, STAGES,
+                                dk, dv, col_sum, k_here, v, q_tiles, d_out_tiles, rows_ptr + g *
+                                num_chunks * CHUNK * 2, offset_ptr + g * spans, start_ptr, b,
+                                h * GROUP + g, shift, middle if part else right,
+                                hi if part else middle, T, keys, gate_k, gate_ref, logit_scale,
+                                BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_GATE, part == 1, PRECISION,
+                                STAGES,
                             )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads

@@ -16,6 +16,8 @@ import triton.language as tl
 
 from .tiles import (
     GATE_SPAN,
+    fetch,
+    fetch_row,
     kernel,
     load_full_tile,
     load_tile,
@@ -52,15 +54,6 @@ def gate_between(offset_ptr, first_key, gate_ref):
 
 
 @triton.jit
-def load_columns(ptr, first, COLS: tl.constexpr):
-    """COLS consecutive values that every row of a tile needs. Fetched twice, they are elements
-    enough for the compiler to copy each once; else every warp would fetch all of them.
-    """
-    both = tl.load(ptr + (first + tl.arange(0, COLS))[:, None] + tl.zeros([1, 2], tl.int32))
-    return tl.split(both)[0]
-
-
-@triton.jit
 def seen_from(last_document, lo, hi, BLOCK_N: tl.constexpr, HAS_DOC: tl.constexpr):
     """From which tile of the keys lo ... hi - 1 on queries of documents that begin at last_document
     or before see all of them.
@@ -73,37 +66,26 @@ def seen_from(last_document, lo, hi, BLOCK_N: tl.constexpr, HAS_DOC: tl.constexp
 
 
 @triton.jit
-def load_rows_before(
-    ptr, first_row, stride, T, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    """`load_tile` of the rows before T; WHOLE: that is all of them."""
-    if WHOLE:
-        return load_full_tile(ptr, first_row, stride, ROWS, COLS, WIDTH)
-    else:
-        return load_tile(ptr, first_row, stride, T, ROWS, COLS, WIDTH)
-
-
-@triton.jit
 def attend(
-    acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt, lo, hi, gate_q,
-    gate_ref, first_key, T, scale, K_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    acc, l_i, m_i, q, k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq, shift, lo, hi, gate_q,
+    gate_ref, first_key, T, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Dense attention to the keys lo ... hi - 1, all visible but for documents. WHOLE: no tile
-    passes the end T.
+    """Dense attention to the keys lo ... hi - 1, all visible but for documents; key j is row j +
+    shift of its descriptor. WHOLE: no tile passes the end T.
 
     The gate's offset is loaded a tile ahead by hand: the compiler's pipeline would put it into
     shared memory, 16 bytes too many for two programs on an SM at width 128.
     """
     between = gate_between(offset_ptr, lo, gate_ref) if HAS_GATE else 0.0
+    limit = None if WHOLE else T
     for start in range(lo, hi, BLOCK_N):
-        k = load_rows_before(k_ptr, start, stride_kt, T, BLOCK_N, BLOCK_D, K_WIDTH, WHOLE)
+        k = fetch(k_tiles, b, h, start + shift, limit, BLOCK_N, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         row = gate_q
         if HAS_GATE:
-            s = s * scale - load_columns(gate_ptr, start, BLOCK_N)[None, :]
+            s = s * scale - fetch_row(gate_tiles, b, hq, start, BLOCK_N)
             row = gate_q + between
             between = gate_between(offset_ptr, start + BLOCK_N, gate_ref)
         if HAS_DOC:
@@ -112,7 +94,7 @@ def attend(
             )
         if not WHOLE:
             s = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], s, float("-inf"))
-        v = load_rows_before(v_ptr, start, stride_vt, T, BLOCK_N, BLOCK_DV, HEAD_DIM_V, WHOLE)
+        v = fetch(v_tiles, b, h, start, limit, BLOCK_N, BLOCK_DV)
         acc, l_i, m_i = softmax_step(
             acc, l_i, m_i, s, 1.0 if HAS_GATE else scale, row if HAS_GATE else 0.0, v, HAS_DOC,
             PRECISION,
@@ -135,28 +117,26 @@ def diagonal_logits(
 
 @kernel
 def attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_levels_ptr, local_ptr, gate_ptr, offset_ptr, start_ptr,
-    out_ptr, lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
-    stride_vt: tl.constexpr, stride_vh, stride_ob, stride_ot, stride_oh, T, HQ, num_chunks,
-    num_levels, total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_tiles, v_tiles, local_ptr, gate_ptr, gate_tiles,
+    offset_ptr, start_ptr, out_ptr, lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt,
+    stride_kh, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, T, HQ, num_chunks,
+    num_levels, total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D:
+    tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N:
+    tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION:
+    tl.constexpr,
 ):  # fmt: skip
     """Output and natural log-sum-exp of a chunk. `scale` > 0 and the gate are in log2 units."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
     q_head = tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
     h = hq // GROUP
-    head = ((q_head // HQ) * (HQ // GROUP) + h).to(tl.int64)
     q_head = q_head.to(tl.int64)
     q_ptr += b * stride_qb + hq * stride_qh
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
     q_levels_ptr += q_head * total_rows * BLOCK_D
-    k_levels_ptr += head * total_rows * BLOCK_D
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
-    gate_ptr += q_head * T
+    gate_ptr += q_head * (tl.cdiv(T, GATE_SPAN) * GATE_SPAN)
     offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
 
     row = tl.arange(0, CHUNK)
@@ -207,18 +187,17 @@ def attention_forward_kernel(
                 for seen in tl.static_range(0 if HAS_DOC else 1, 2):
                     if seen or lo < middle:  # an empty loop still asks for its first tiles
                         acc, l_i, m_i = attend(
-                            acc, l_i, m_i, q_here, k_levels_ptr + tl.cast(shift, tl.int64) *
-                            BLOCK_D, v_ptr, gate_ptr, offset_ptr, BLOCK_D, stride_vt,
-                            middle if seen else lo, block * half if seen else middle, gate_q,
-                            gate_ref, first_key, T, scale, BLOCK_D, BLOCK_D, HEAD_DIM_V, BLOCK_DV,
-                            BLOCK_N, True, HAS_GATE, not seen, PRECISION,
+                            acc, l_i, m_i, q_here, k_tiles, v_tiles, gate_tiles, offset_ptr, b, h,
+                            hq, shift, middle if seen else lo, block * half if seen else middle,
+                            gate_q, gate_ref, first_key, T, scale, BLOCK_D, BLOCK_DV, BLOCK_N,
+                            True, HAS_GATE, not seen, PRECISION,
                         )  # fmt: skip
             row_base += rows_of_level(T, level, CHUNK)
     elif m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
         acc, l_i, m_i = attend(
-            acc, l_i, m_i, q, k_ptr, v_ptr, gate_ptr, offset_ptr, stride_kt, stride_vt,
-            document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T, scale, HEAD_DIM,
-            BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION,
+            acc, l_i, m_i, q, k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq, 0,
+            document // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, first_key, T, scale, BLOCK_D,
+            BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip
 
     out_ptr += b * stride_ob + hq * stride_oh

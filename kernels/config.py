@@ -14,6 +14,7 @@ import triton
 class Tiles:
     """A pass over attention tiles: `rows` stay, `stream` of the other side pass. With reflections a
     chunk stays. The two passes of the backward share `rows`. `registers` of a thread at most.
+    `descriptors`: what passes comes by them, on cards that can (TMA), not by pointers.
     """
 
     stream: int
@@ -21,6 +22,7 @@ class Tiles:
     num_stages: int
     rows: int = 64
     registers: int | None = None
+    descriptors: bool = True
 
     @property
     def options(self) -> dict[str, int | None]:
@@ -68,6 +70,11 @@ def shared_memory() -> int:
     return {80: 163, 87: 163, 90: LARGE, 100: LARGE, 103: LARGE}.get(10 * major + minor, SMALL)
 
 
+def has_tma() -> bool:
+    """Whether the card copies tiles by descriptors. The interpreter does it, too."""
+    return triton.knobs.runtime.interpret or torch.cuda.get_device_capability()[0] >= 9
+
+
 def needed_memory(dtype: torch.dtype, width: int, path: bool) -> int:
     """KiB that forward and backward of heads padded to `width` take at least: fp16 has gradients
     in fp32, and with reflections 64 rows stay, a chunk.
@@ -88,40 +95,53 @@ def wide(dtype: torch.dtype, width: int) -> bool:
     return width * dtype.itemsize > (512 if shared_memory() >= LARGE else 256)
 
 
-def forward_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
+def forward_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, documents: bool) -> Tiles:
     """Tiles of the forward pass for heads padded to `width`: a query tile stays, keys stream.
 
     Small tiles and 4 warps, so that two or three programs share an SM and one computes its softmax
     while another multiplies: 0.77 ms against 1.04 with 128 x 128 and 8 warps (heads of 64). Stages
     are what shared memory then leaves; without reflections the diagonal's keys take some of it.
+    With reflections, without documents, heads of 64 fit 128 registers and two stages, four programs
+    an SM: with a gate 1.50 ms, 1.61 with three stages (32/8 heads). Keys of 128 with a gate come by
+    pointers: 1.35 ms, 1.46 by descriptors.
     """
     if dtype == torch.float32:
         return Tiles(64 if width <= 64 else 32, 4, 2 if width <= 128 else 1)
-    return Tiles(64, 4, 3 if width <= (128 if path else 64) else 2 if width <= 128 else 1)
+    if not path:
+        return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
+    if width <= 64 and not documents:
+        return Tiles(64, 4, 2, registers=128)
+    return Tiles(64, 4, 3 if width <= 128 else 1, descriptors=not gate or width <= 64)
 
 
-def query_tiles(dtype: torch.dtype, width: int, path: bool, gate_alone: bool = False) -> Tiles:
+def query_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, documents: bool) -> Tiles:
     """Tiles of the dq pass: a query tile stays, keys stream. Larger ones lose as in the others.
 
-    `gate_alone`: with a gate and no documents, which at width 64 takes 208 registers: with 168 none
-    is spilled and three programs share an SM (1.80 ms, 2.05 without the limit; 32/8 heads of 64).
+    With reflections and a gate, without documents, heads of 64 fit 168 registers, three programs an
+    SM: 1.80 ms, 2.05 with 208 (32/8 heads). With a gate pointers win: 1.82 ms, 2.00 by descriptors.
     """
     if not path and wide(dtype, width):
         return WIDE
     if dtype == torch.float32:
         return Tiles(32, 4, 2)
-    limit = 168 if path and gate_alone and width <= 64 else None
-    return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1, registers=limit)
+    limit = 168 if path and width <= 64 and not documents else None
+    stages = 3 if width <= 64 else 2 if width <= 128 else 1
+    return Tiles(64, 4, stages, registers=limit, descriptors=not gate)
 
 
-def key_tiles(dtype: torch.dtype, width: int, path: bool) -> Tiles:
+def key_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, documents: bool) -> Tiles:
     """Tiles of the dk, dv pass: a key tile stays, queries stream. 2.5 ms; 3.1 with 8 warps and
     queries by 128.
+
+    With reflections alone heads of 64 fit 168 registers but for a few spills, three programs an SM:
+    2.24 ms, 2.50 with 250 (32/8 heads); with a gate 2.83 and 2.77.
     """
     if not path and wide(dtype, width):
         return WIDE
     if dtype == torch.float32:
         return Tiles(64 if width <= 64 or shared_memory() >= LARGE else 32, 4, 1)
+    if path and width <= 64 and not gate and not documents:
+        return Tiles(64, 4, 2, registers=168)
     return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
 
 

@@ -31,6 +31,11 @@ class Frames:
     k_levels: Tensor  # [B, H, rows, BLOCK_D]
     local: Tensor  # [B, HQ, N, C, C] fp32
 
+    def product_tiles(self) -> tiles.Source:
+        """Of whole products, one below the other."""
+        width = self.products.shape[-1]
+        return tiles.source(self.products.flatten(2, 3), width, width)
+
 
 @dataclass
 class FrameGradients:
@@ -114,7 +119,7 @@ def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
     q_start, k_end = (None, None) if ends is None else (ends.q_start, ends.k_end)
     sweep_kernel[(chunks * (x.group + 1), B * H)](
         **_chunk_arguments(x, frames),
-        product_ptr=frames.products,
+        product_tiles=frames.product_tiles(),
         q_ptr=x.q,
         k_ptr=x.k,
         q_levels_ptr=frames.q_levels,
@@ -127,7 +132,6 @@ def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
         **strides(("q", x.q), ("k", x.k), ("s", q_start), ("e", k_end)),
         num_levels=tiles.num_levels(T),
         total_rows=rows,
-        total_blocks=tiles.total_blocks(T),
         HAS_DOC=x.document_start is not None,
         GROUP=x.group,
         num_warps=4,

@@ -89,7 +89,8 @@ def gate_kernel(
     span = tl.program_id(0)
     first = tl.sum(tl.where(tokens == span * GATE_SPAN, terms, 0.0), 1)[:, None]
     gate = tl.cumsum(terms, 1) - first
-    tl.store(gate_ptr + rows * T + tokens, gate.to(tl.float32), mask=mask)
+    whole = tl.num_programs(0) * GATE_SPAN
+    tl.store(gate_ptr + rows * whole + tokens, gate.to(tl.float32), mask=heads < HQ)
     offset = sum_of_spans(total_ptr, rows, heads, 0, span, HQ) + first
     tl.store(offset_ptr + rows * tl.num_programs(0) + span, offset, mask=heads < HQ)
 
@@ -115,11 +116,11 @@ def gate_gradient_kernel(row_sum_ptr, col_sum_ptr, total_ptr, d_log_gate_ptr, T,
 
 
 def running_sums(log_gate: Tensor) -> tuple[Tensor, Tensor]:
-    """gate [B, HQ, T] in fp32 and offset [B, HQ, spans] in fp64, of log_gate [B, T, HQ]."""
+    """gate [B, HQ, whole spans] in fp32, offset [B, HQ, spans] in fp64, of log_gate [B, T, HQ]."""
     B, T, HQ = log_gate.shape
     spans = cdiv(T, GATE_SPAN.value)
     total, offset = log_gate.new_empty(2, B, HQ, spans, dtype=torch.float64)
-    gate = log_gate.new_empty(B, HQ, T, dtype=torch.float32)
+    gate = log_gate.new_empty(B, HQ, spans * GATE_SPAN.value, dtype=torch.float32)
     stride_lb, stride_lt, stride_lh = log_gate.stride()
     shared = {
         "log_gate_ptr": log_gate,

@@ -39,6 +39,12 @@ class Inputs:
         return self.q.shape[2] // self.k.shape[2]
 
     @property
+    def case(self) -> tuple[torch.dtype, int, bool, bool, bool]:
+        """What tiles depend on: dtype, widest tile, reflections, gate, documents."""
+        w, gate, documents = (x is not None for x in (self.w, self.gate, self.document_start))
+        return self.q.dtype, self.widest, w, gate, documents
+
+    @property
     def widths(self) -> dict[str, int]:
         return {"HEAD_DIM": self.q.shape[3], "BLOCK_D": self.width}
 
@@ -108,10 +114,16 @@ def padded(width: int, least: int = 16) -> int:
 
 def dense(x: Tensor) -> Tensor:
     """x [B, T, heads, width], copied unless the kernels can read it: the last dimension contiguous,
-    the offset of every head in 32 bits.
+    all else in units of 16 bytes, the offset of every head in 32 bits.
     """
-    readable = x.stride(3) == 1 and x.stride(2) * x.shape[2] < 2**31
-    return x if readable else x.contiguous()
+    unit = 16 // x.element_size()
+    aligned = (
+        all(step > 0 and step % unit == 0 for step in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    )
+    if x.stride(3) == 1 and aligned and x.stride(2) * x.shape[2] < 2**31:
+        return x
+    copy = x.new_empty(*x.shape[:3], tiles.cdiv(x.shape[3], unit) * unit)[..., : x.shape[3]]
+    return copy.copy_(x)
 
 
 def near(beta: Tensor) -> Tensor:

@@ -6,9 +6,6 @@ frame. The passes are those of the squares, and every key is visible but for doc
 The gate comes in log2 units and as -gate_k, which makes it the difference of sums that the passes
 know. first_key never decreases from one query to the next, so that the queries which see any key,
 or those which see some key tile, are the first ones.
-
-Strides between tokens are constants of a model and compiled in: it saves a sixth of the registers
-and of the instructions of the inner loops.
 """
 
 from typing import Any
@@ -26,12 +23,11 @@ from .tiles import as_product, kernel, load_tile, store_tile
 
 @kernel
 def rectangle_forward_kernel(
-    q_ptr, k_ptr, v_ptr, gate_q_ptr, gate_k_ptr, first_ptr, out_ptr, lse_ptr, stride_qb, stride_qh,
-    stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_ot, stride_oh, stride_lb,
-    stride_lh, TQ, TK, HQ, scale, stride_qt: tl.constexpr, stride_kt: tl.constexpr,
-    stride_vt: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_tiles, v_tiles, gate_q_ptr, gate_tiles, first_ptr, out_ptr, lse_ptr, stride_qb,
+    stride_qt, stride_qh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lh, TQ, TK, HQ, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Merges ROWS queries into the running out and natural lse. `scale` is in log2 units."""
     m0, q_head = tl.program_id(0) * ROWS, tl.program_id(1)
@@ -39,8 +35,6 @@ def rectangle_forward_kernel(
     h = hq // GROUP
     q_head = q_head.to(tl.int64)
     q_ptr += b * stride_qb + hq * stride_qh
-    k_ptr += b * stride_kb + h * stride_kh
-    v_ptr += b * stride_vb + h * stride_vh
     out_ptr += b * stride_ob + hq * stride_oh
     lse_ptr += b * stride_lb + hq * stride_lh
     rows = m0 + tl.arange(0, ROWS)
@@ -54,7 +48,6 @@ def rectangle_forward_kernel(
     gate_q = rows.to(tl.float32)
     if HAS_GATE:
         gate_q = tl.load(gate_q_ptr + q_head * TQ + rows, mask=rows < TQ, other=0.0)
-        gate_k_ptr += q_head * tl.cdiv(TK, ROWS) * ROWS
 
     q = load_tile(q_ptr, m0, stride_qt, limit, ROWS, BLOCK_D, HEAD_DIM)
     acc = load_tile(out_ptr, m0, stride_ot, limit, ROWS, BLOCK_DV, HEAD_DIM_V)
@@ -63,10 +56,9 @@ def rectangle_forward_kernel(
     middle = tl.maximum(lo, TK // BLOCK_N * BLOCK_N)
     for whole in tl.static_range(2):
         acc, l_i, m_i = attend(
-            acc, l_i, m_i, q, k_ptr, v_ptr, gate_k_ptr, None, stride_kt, stride_vt,
+            acc, l_i, m_i, q, k_tiles, v_tiles, gate_tiles, None, b, h, hq, 0,
             lo if whole == 0 else middle, middle if whole == 0 else TK, gate_q, 0.0, first_key, TK,
-            scale, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N, whole == 0, HAS_GATE, HAS_DOC,
-            PRECISION,
+            scale, BLOCK_D, BLOCK_DV, BLOCK_N, whole == 0, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip
     store_tile(out_ptr, m0, stride_ot, limit, acc / l_i[:, None], ROWS, BLOCK_DV, HEAD_DIM_V)
     lse = (m_i + tl.math.log2(l_i)) * 0.6931471805599453
@@ -75,10 +67,9 @@ def rectangle_forward_kernel(
 
 @kernel
 def rectangle_dq_kernel(
-    q_ptr, k_ptr, v_ptr, gate_k_ptr, first_ptr, rows_ptr, d_out_ptr, dq_ptr, d_gate_q_ptr,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
-    stride_dqb, stride_dqt, stride_dqh, TQ, TK, HQ, scale, stride_qt: tl.constexpr,
-    stride_kt: tl.constexpr, stride_vt: tl.constexpr, stride_gt: tl.constexpr, GROUP: tl.constexpr,
+    q_ptr, k_tiles, v_tiles, gate_tiles, first_ptr, rows_ptr, d_out_ptr, dq_ptr, d_gate_q_ptr,
+    stride_qb, stride_qt, stride_qh, stride_gb, stride_gt, stride_gh, stride_dqb, stride_dqt,
+    stride_dqh, TQ, TK, HQ, scale, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -89,8 +80,6 @@ def rectangle_dq_kernel(
     h = hq // GROUP
     q_head = q_head.to(tl.int64)
     q_ptr += b * stride_qb + hq * stride_qh
-    k_ptr += b * stride_kb + h * stride_kh
-    v_ptr += b * stride_vb + h * stride_vh
     d_out_ptr += b * stride_gb + hq * stride_gh
     dq_ptr += b * stride_dqb + hq * stride_dqh
     rows = m0 + tl.arange(0, ROWS)
@@ -99,8 +88,6 @@ def rectangle_dq_kernel(
     if HAS_DOC:
         first_key = tl.load(first_ptr + b * TQ + rows, mask=rows < TQ, other=TK)
         lo = tl.maximum(tl.min(first_key, 0), 0) // BLOCK_N * BLOCK_N
-    if HAS_GATE:
-        gate_k_ptr += q_head * tl.cdiv(TK, ROWS) * ROWS
 
     q = load_tile(q_ptr, m0, stride_qt, TQ, ROWS, BLOCK_D, HEAD_DIM)
     d_out = load_tile(d_out_ptr, m0, stride_gt, TQ, ROWS, BLOCK_DV, HEAD_DIM_V)
@@ -110,10 +97,10 @@ def rectangle_dq_kernel(
     middle = tl.maximum(lo, TK // BLOCK_N * BLOCK_N)
     for whole in tl.static_range(2):
         dq, row_sum = query_gradient(
-            dq, row_sum, q, d_out, bias, delta, k_ptr, v_ptr, gate_k_ptr, None, stride_kt,
-            stride_vt, lo if whole == 0 else middle, middle if whole == 0 else TK, 0.0, first_key,
-            TK, scale * 1.4426950408889634, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
-            whole == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES,
+            dq, row_sum, q, d_out, bias, delta, k_tiles, v_tiles, gate_tiles, None, b, h, hq, 0,
+            lo if whole == 0 else middle, middle if whole == 0 else TK, 0.0, first_key, TK,
+            scale * 1.4426950408889634, BLOCK_D, BLOCK_DV, BLOCK_N, whole == 0, HAS_GATE, HAS_DOC,
+            PRECISION, STAGES,
         )  # fmt: skip
     store_tile(dq_ptr, m0, stride_dqt, TQ, dq * scale, ROWS, BLOCK_D, HEAD_DIM)
     if HAS_GATE:
@@ -122,11 +109,10 @@ def rectangle_dq_kernel(
 
 @kernel
 def rectangle_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, gate_k_ptr, first_ptr, reach_ptr, rows_ptr, d_out_ptr, dk_ptr, dv_ptr,
-    d_gate_k_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb,
-    stride_gh, stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt, stride_dvh, TQ, TK, HQ,
-    scale, stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr,
-    stride_gt: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_tiles, d_out_tiles, k_ptr, v_ptr, gate_k_ptr, first_ptr, reach_ptr, rows_ptr, dk_ptr, dv_ptr,
+    d_gate_k_ptr, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_dkb,
+    stride_dkt, stride_dkh, stride_dvb, stride_dvt, stride_dvh, TQ, TK, HQ, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -134,8 +120,6 @@ def rectangle_dkdv_kernel(
     n0, head = tl.program_id(0) * ROWS, tl.program_id(1)
     H = HQ // GROUP
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
-    q_ptr += b * stride_qb
-    d_out_ptr += b * stride_gb
     keys = n0 + tl.arange(0, ROWS)
     k = load_tile(k_ptr + b * stride_kb + h * stride_kh, n0, stride_kt, TK, ROWS, BLOCK_D, HEAD_DIM)
     v = load_tile(
@@ -155,10 +139,9 @@ def rectangle_dkdv_kernel(
             gate_k = tl.load(gate_k_ptr + q_head * tl.cdiv(TK, ROWS) * ROWS + keys)
         col_sum = tl.zeros([ROWS], tl.float32)
         dk, dv, col_sum = key_pass(
-            dk, dv, col_sum, k, v, q_ptr + hq * stride_qh, d_out_ptr + hq * stride_gh,
-            rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2, None, first_ptr, stride_qt,
-            stride_gt, 0, reach, TQ, keys, gate_k, 0.0, scale * 1.4426950408889634, HEAD_DIM,
-            BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, True, False, HAS_GATE, HAS_DOC, PRECISION,
+            dk, dv, col_sum, k, v, q_tiles, d_out_tiles, rows_ptr + q_head * tl.cdiv(TQ, ROWS) *
+            ROWS * 2, None, first_ptr, b, hq, 0, 0, reach, TQ, keys, gate_k, 0.0, scale *
+            1.4426950408889634, BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_GATE, HAS_DOC, PRECISION,
             STAGES,
         )  # fmt: skip
         if HAS_GATE:
@@ -173,23 +156,10 @@ def rectangle_dkdv_kernel(
     )  # fmt: skip
 
 
-def _arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate_k: Tensor | None,
-    first_key: Tensor | None,
-    rows: int,
-) -> dict[str, Any]:
-    """What the three kernels share but for tiles."""
-    q, k, v = dense(q), dense(k), dense(v)
+def _shared(q: Tensor, k: Tensor, v: Tensor, first_key: Tensor | None, rows: int) -> dict[str, Any]:
+    """What the three kernels share."""
     return {
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "gate_k_ptr": q if gate_k is None else _whole_tiles((gate_k * -LOG2_E).float(), rows),
         "first_ptr": q if first_key is None else first_key.contiguous(),
-        **strides(("q", q), ("k", k), ("v", v)),
         "TQ": q.shape[1],
         "TK": k.shape[1],
         "HQ": q.shape[2],
@@ -199,15 +169,30 @@ def _arguments(
         "HEAD_DIM_V": v.shape[3],
         "BLOCK_DV": padded(v.shape[3]),
         "ROWS": rows,
-        "HAS_GATE": gate_k is not None,
         "HAS_DOC": first_key is not None,
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+    }
+
+
+def _keys(k: Tensor, v: Tensor, gate: Tensor | None, tile: config.Tiles) -> dict[str, Any]:
+    """What the passes of a query tile stream by."""
+    rows, descriptors = tile.stream, tile.descriptors
+    return {
+        "k_tiles": tiles.source(k.transpose(1, 2), rows, padded(k.shape[3]), descriptors),
+        "v_tiles": tiles.source(v.transpose(1, 2), rows, padded(v.shape[3]), descriptors),
+        "gate_tiles": None if gate is None else tiles.row_source(gate, rows, descriptors),
+        "BLOCK_N": tile.stream,
     }
 
 
 def _whole_tiles(x: Tensor, rows: int, value: float = 0.0) -> Tensor:
     """x [..., T] with `value` up to the end of its last tile."""
     return torch.nn.functional.pad(x.contiguous(), (0, -x.shape[-1] % rows), value=value)
+
+
+def _gates_of_keys(gate_k: Tensor | None, rows: int) -> Tensor | None:
+    """-gate_k in log2 units, [B, HQ, whole tiles]."""
+    return None if gate_k is None else _whole_tiles((gate_k * -LOG2_E).float(), rows)
 
 
 def rectangle_forward(
@@ -230,18 +215,23 @@ def rectangle_forward(
     """
     assert out.stride(-1) == 1 and lse.stride(-1) == 1, (out.stride(), lse.stride())
     B, TQ, HQ, D = q.shape
-    tile = config.forward_tiles(q.dtype, padded(max(D, v.shape[3])), True)
+    width = padded(max(D, v.shape[3]))
+    # no keys of a diagonal take shared memory, as with reflections
+    tile = config.forward_tiles(q.dtype, width, True, gate_k is not None, first_key is not None)
     k, scale = positive(k, scale)
+    q, k, v = dense(q), dense(k), dense(v)
     rectangle_forward_kernel[(tiles.cdiv(TQ, tile.rows), B * HQ)](
-        **_arguments(q, k, v, gate_k, first_key, tile.rows),
-        **strides(("o", out)),
+        **_shared(q, k, v, first_key, tile.rows),
+        **_keys(k, v, _gates_of_keys(gate_k, tile.rows), tile),
+        **strides(("q", q), ("o", out)),
+        q_ptr=q,
+        HAS_GATE=gate_k is not None,
         gate_q_ptr=None if gate_q is None else (gate_q * LOG2_E).float().contiguous(),
         out_ptr=out,
         lse_ptr=lse,
         stride_lb=lse.stride(0),
         stride_lh=lse.stride(1),
         scale=scale,
-        BLOCK_N=tile.stream,
         **tile.options,
     )
 
@@ -262,14 +252,13 @@ def rectangle_backward(
 
     lse and delta = rowsum(d_out * out), [B, HQ, TQ], are those of the finished rows.
     """
-    q, k, v = differentiable(q), differentiable(k), differentiable(v)
+    q, k, v = (dense(differentiable(x)) for x in (q, k, v))
     d_out = dense(d_out.to(q.dtype))
     B, TQ, HQ, D = q.shape
     TK, H, DV = v.shape[1:]
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    width = padded(max(D, DV))
-    query_tile = config.query_tiles(q.dtype, width, False)
-    key_tile = config.key_tiles(q.dtype, width, False)
+    case = q.dtype, padded(max(D, DV)), False, gate_k is not None, first_key is not None
+    query_tile, key_tile = config.query_tiles(*case), config.key_tiles(*case)
     rows = query_tile.rows
     d_gate_q = d_gate_k = None
     bias = lse * -LOG2_E
@@ -277,22 +266,21 @@ def rectangle_backward(
         d_gate_q, d_gate_k = lse.new_empty(gate_q.shape), lse.new_empty(gate_k.shape)
         bias = bias + (gate_q * LOG2_E).float()
     terms = _whole_tiles(bias, rows, float("-inf")), _whole_tiles(delta, rows)
-    if TQ % rows:  # whole tiles of both pass the keys
-        q, d_out = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -TQ % rows)) for x in (q, d_out))
+    gates = _gates_of_keys(gate_k, rows)
     shared = {
-        **_arguments(q, k, v, gate_k, first_key, rows),
-        "TQ": TQ,
-        **strides(("g", d_out)),
+        **_shared(q, k, v, first_key, rows),
+        "HAS_GATE": gates is not None,
         "rows_ptr": torch.stack(terms, -1),
-        "d_out_ptr": d_out,
         "scale": scale,
     }
     rectangle_dq_kernel[(tiles.cdiv(TQ, rows), B * HQ)](
         **shared,
-        **strides(("dq", dq)),
+        **_keys(k, v, gates, query_tile),
+        **strides(("q", q), ("g", d_out), ("dq", dq)),
+        q_ptr=q,
+        d_out_ptr=d_out,
         dq_ptr=dq,
         d_gate_q_ptr=d_gate_q,
-        BLOCK_N=query_tile.stream,
         STAGES=config.early_loads(query_tile),
         **query_tile.options,
     )
@@ -303,7 +291,12 @@ def rectangle_backward(
         reach = torch.searchsorted(first_key.contiguous(), last_keys, right=True, out_int32=True)
     rectangle_dkdv_kernel[(tiles.cdiv(TK, rows), B * H)](
         **shared,
-        **strides(("dk", dk), ("dv", dv)),
+        **strides(("k", k), ("v", v), ("dk", dk), ("dv", dv)),
+        q_tiles=tiles.source(q.transpose(1, 2), key_tile.stream, padded(D)),
+        d_out_tiles=tiles.source(d_out.transpose(1, 2), key_tile.stream, padded(DV)),
+        k_ptr=k,
+        v_ptr=v,
+        gate_k_ptr=gates,
         reach_ptr=reach,
         dk_ptr=dk,
         dv_ptr=dv,

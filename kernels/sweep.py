@@ -21,6 +21,7 @@ from .tiles import (
     blocks_of_level,
     carry,
     dot,
+    fetch,
     kernel,
     load_tile,
     rows_of_level,
@@ -80,16 +81,10 @@ def crossed(start_ptr, b, first, half, T, HAS_DOC: tl.constexpr, PIECE: tl.const
 
 
 @triton.jit
-def load_product(ptr, index, wanted, SIZE: tl.constexpr):
-    """Matrix `index` if `wanted`. Ahead of the rows' store, which takes as long as the load."""
-    return tl.load(tile_pointers(ptr, index * SIZE, SIZE, SIZE, SIZE), mask=wanted, other=0.0)
-
-
-@triton.jit
 def sweep_rows(
-    t, product_ptr, levels_ptr, bound, end_ptr, stride_et, first, T, num_levels, total_rows,
-    block_base, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    t, product_tiles, b, h, levels_ptr, bound, end_ptr, stride_et, first, T, num_levels, total_rows,
+    QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """QUERIES t at the start of their chunk, at every level where they lie right of a token from
     `bound` on, or keys at its end, where they lie left of one before `bound`; with end_ptr also at
@@ -98,6 +93,7 @@ def sweep_rows(
     """
     t, size = unit_rows(t)
     row_base = 0
+    block_base = 0
     for level in range(num_levels):
         half = CHUNK << level
         block = (first // CHUNK) >> level
@@ -112,7 +108,7 @@ def sweep_rows(
             else:
                 moves = key_moves(block, half, bound, end_ptr is not None)
                 sibling = block_base + block + 1
-            product = load_product(product_ptr, sibling, moves, BLOCK_D)
+            product = fetch(product_tiles, b, h, sibling * BLOCK_D, None, BLOCK_D, BLOCK_D)
             here = row_base + (block // 2 - block) * half + first
             store_tile(levels_ptr, here, BLOCK_D, total_rows, t * size, CHUNK, BLOCK_D, BLOCK_D)
             if moves:
@@ -125,11 +121,11 @@ def sweep_rows(
 
 @kernel
 def sweep_kernel(
-    q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, product_ptr, q_levels_ptr, k_levels_ptr, local_ptr,
-    start_ptr, end_ptr, q_start_ptr, k_end_ptr, stride_qb, stride_qt, stride_qh, stride_kb,
-    stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    stride_sb, stride_st, stride_sh, stride_eb, stride_et, stride_eh, T, H, num_chunks, num_levels,
-    total_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, product_tiles, q_levels_ptr, k_levels_ptr,
+    local_ptr, start_ptr, end_ptr, q_start_ptr, k_end_ptr, stride_qb, stride_qt, stride_qh,
+    stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt,
+    stride_bh, stride_sb, stride_st, stride_sh, stride_eb, stride_et, stride_eh, T, H, num_chunks,
+    num_levels, total_rows, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk, side by side: the keys; of every query head of the group the queries and the
@@ -166,16 +162,15 @@ def sweep_kernel(
         if q_start_ptr is not None:
             q_start_ptr += b * stride_sb + (h * GROUP + g) * stride_sh
         sweep_rows(
-            q.to(tl.float32) - dot(a, w, PRECISION), product_ptr,
+            q.to(tl.float32) - dot(a, w, PRECISION), product_tiles, b, h,
             q_levels_ptr + q_head * total_rows * BLOCK_D, document, q_start_ptr, stride_st, first,
-            T, num_levels, total_rows, head * total_blocks, True, HEAD_DIM, BLOCK_D, CHUNK,
-            PRECISION,
+            T, num_levels, total_rows, True, HEAD_DIM, BLOCK_D, CHUNK, PRECISION,
         )  # fmt: skip
     else:
         if k_end_ptr is not None:
             k_end_ptr += b * stride_eb + h * stride_eh
         sweep_rows(
-            k.to(tl.float32) - dot(dot(up, x, PRECISION), w, PRECISION), product_ptr,
+            k.to(tl.float32) - dot(dot(up, x, PRECISION), w, PRECISION), product_tiles, b, h,
             k_levels_ptr + head * total_rows * BLOCK_D, reach, k_end_ptr, stride_et, first, T,
-            num_levels, total_rows, head * total_blocks, False, HEAD_DIM, BLOCK_D, CHUNK, PRECISION,
+            num_levels, total_rows, False, HEAD_DIM, BLOCK_D, CHUNK, PRECISION,
         )  # fmt: skip

@@ -7,9 +7,14 @@ after another.
 """
 
 from functools import cache
+from typing import TypeAlias
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import config
 
 CHUNK = 64
 """Tokens per UT transform."""
@@ -59,8 +64,8 @@ def level_rows(seq_len: int, level: int) -> int:
 
 @cache
 def total_rows(seq_len: int) -> int:
-    """Rows of all levels of one head."""
-    return sum(level_rows(seq_len, level) for level in range(num_levels(seq_len)))
+    """Rows of all levels of one head; without levels one, since descriptors are never empty."""
+    return max(1, sum(level_rows(seq_len, level) for level in range(num_levels(seq_len))))
 
 
 def moving_levels(seq_len: int, piece: bool) -> range:
@@ -157,6 +162,60 @@ def store_tile(
         mask = mask & (tl.arange(0, COLS) < WIDTH)[None, :]
     pointers = tile_pointers(ptr, first_row, stride, ROWS, COLS)
     tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=mask)
+
+
+Source: TypeAlias = TensorDescriptor | tuple
+"""Where a kernel fetches tiles from."""
+
+
+def source(x: Tensor, rows: int, columns: int, descriptors: bool = True) -> Source:
+    """Of x [B, heads, T, width], what `fetch` reads tiles [rows, columns] of.
+
+    From Hopper on a descriptor: a tile goes from memory to where tensor cores read it, past the
+    registers (TMA), and loops over tiles take up to a third less of them. Before, pointer and
+    strides: the compiler would emulate a descriptor, but not load ahead by it. The stride between
+    rows is a constant of a model and compiled in.
+    """
+    if descriptors and config.has_tma():
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+    return x, *x.stride()[:2], tl.constexpr(x.stride(2)), tl.constexpr(x.shape[3])
+
+
+@triton.jit
+def fetch(source, b, head, row, limit, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Tile [ROWS, COLS] of the rows row ... of a head; zero past the last column and from row
+    `limit` on, where the head ends. None: all rows exist.
+    """
+    if isinstance(source, tl.tensor_descriptor):
+        at = [tl.cast(b, tl.int32), tl.cast(head, tl.int32), tl.cast(row, tl.int32), 0]
+        return tl.reshape(source.load(at), [ROWS, COLS])
+    else:
+        ptr = source[0] + tl.cast(b, tl.int64) * source[1] + tl.cast(head, tl.int64) * source[2]
+        if limit is None:
+            return load_full_tile(ptr, row, source[3], ROWS, COLS, source[4])
+        else:
+            return load_tile(ptr, row, source[3], limit, ROWS, COLS, source[4])
+
+
+def row_source(x: Tensor, columns: int, descriptors: bool) -> Source:
+    """`source` of x [B, heads, T] for `fetch_row`; T is a multiple of `columns`."""
+    if descriptors and config.has_tma():
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, columns])
+    return x, *x.stride()[:2]
+
+
+@triton.jit
+def fetch_row(source, b, head, first, COLS: tl.constexpr):
+    """Values [1, COLS] of a head. By pointers they are fetched twice: that is elements enough for
+    the compiler to copy each once; else every warp would fetch all of them.
+    """
+    if isinstance(source, tl.tensor_descriptor):
+        at = [tl.cast(b, tl.int32), tl.cast(head, tl.int32), first]
+        return tl.reshape(source.load(at), [1, COLS])
+    else:
+        ptr = source[0] + tl.cast(b, tl.int64) * source[1] + tl.cast(head, tl.int64) * source[2]
+        both = ptr + (first + tl.arange(0, COLS))[:, None] + tl.zeros([1, 2], tl.int32)
+        return tl.split(tl.load(both))[0][None, :]
 
 
 @triton.jit

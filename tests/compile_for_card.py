@@ -76,7 +76,7 @@ def count_versions(capability, **case):
 
     knobs.runtime.jit_cache_hook = stop
     config.SCRATCH_BYTES = 1
-    for T in (300, 301, 302):
+    for T in (300, 301, 320):
         call(capability, T, **case)
     return {name: len(keys) for name, keys in versions.items()}
 

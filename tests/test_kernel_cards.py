@@ -46,9 +46,12 @@ def test_kernels_fit_the_shared_memory_of_smaller_cards(case, tmp_path):
     assert not {name: size for name, size in sizes.items() if size > 99}
 
 
-def test_groups_of_heads_and_lengths_share_their_kernels(tmp_path):
-    """Catches a kernel compiled anew because the first number of a head lies at another address."""
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_groups_of_heads_and_lengths_share_their_kernels(capability, tmp_path):
+    """Catches a kernel compiled anew because the first number of a head lies at another address, or
+    because a length, or a stride that depends on it, is a multiple of 16.
+    """
     case = {**FOR_CARD, "B": 2, "HQ": 6, "H": 3}
-    versions = numbers_for_card("90", "--versions", tmp_path=tmp_path, **case)
+    versions = numbers_for_card(capability, "--versions", tmp_path=tmp_path, **case)
     assert len(versions) == 14
     assert not {name: number for name, number in versions.items() if number > 1}

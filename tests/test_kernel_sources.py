@@ -1,0 +1,66 @@
+"""Kernels fetch tiles by descriptors, or by pointers where a card or a pass has none: same bits."""
+
+import pytest
+import torch
+from kernel_checks import (
+    DEVICE,
+    KINDS,
+    NAN_IN_ALL_MEMORY,
+    assert_same_bits,
+    check,
+    gradient_of_out,
+    kernels,
+    on_device,
+)
+
+from path_backend.testing import run
+
+pytest.importorskip("triton")
+
+from path_backend.kernels import config, launch  # noqa: E402
+
+pytestmark = NAN_IN_ALL_MEMORY
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_by_pointers(kind, monkeypatch):
+    """Catches a stride or a head of another tensor, and rows or columns read past the end."""
+    inputs = on_device(190, D=24, DV=40, **KINDS[kind])
+    expected = run(kernels, inputs, gradient_of_out(inputs))
+    monkeypatch.setattr(config, "has_tma", lambda: False)
+    assert_same_bits(run(kernels, inputs, gradient_of_out(inputs)), expected)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_rectangles_by_pointers(gate, monkeypatch):
+    """Catches the same between pieces, where the last tile of keys passes their end."""
+    inputs = on_device(150, B=2, HQ=4, H=2, D=24, gate=True).map(torch.detach)
+    q, (k, v) = inputs.q[:, :70], (x[:, 20:] for x in (inputs.k, inputs.v))
+    gates = inputs.log_gate.transpose(1, 2)
+    gates = (gates[:, :, :70], gates[:, :, 20:]) if gate else (None, None)
+
+    def run_rectangle():
+        out = torch.zeros(q.shape, device=DEVICE)
+        lse = torch.full((2, 4, 70), float("-inf"), device=DEVICE)
+        launch.rectangle_forward(q, k, v, *gates, None, 0.2, out, lse)
+        delta = (out * q).sum(-1).transpose(1, 2)
+        grads = launch.rectangle_backward(q, q, k, v, *gates, None, lse, delta, 0.2)
+        return {str(i): x for i, x in enumerate((out, lse, *grads)) if x is not None}
+
+    expected = run_rectangle()
+    monkeypatch.setattr(config, "has_tma", lambda: False)
+    assert_same_bits(run_rectangle(), expected)
+
+
+@pytest.mark.parametrize("kind", ["path_fox", "fox"])
+def test_nothing_around_a_view_is_read(kind):
+    """Catches tiles that pass the end of a view which is not copied, rows and heads of 16 bytes."""
+
+    def surrounded(x):
+        margins = (1, 70, 1, 8)[: x.ndim]
+        wide = x.new_full([n + 2 * m for n, m in zip(x.shape, margins, strict=True)], float("nan"))
+        inner = wide[tuple(slice(m, -m) for m in margins)]
+        return inner.copy_(x).requires_grad_(x.is_floating_point())
+
+    inputs = on_device(130, B=2, D=24, DV=16, **KINDS[kind])
+    check(inputs.map(lambda x: surrounded(x.detach())))
