@@ -22,14 +22,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from path_backend import elementwise
 from path_backend.attention import path_attention
-from path_backend.beta import BETA_MAX, beta_from_logits, squared_norm
+from path_backend.beta import BETA_MAX
 from path_backend.context_parallel import context_parallel_attention
+from path_backend.elementwise import BETA_STATS, GATE_STATS, causal_conv
 from path_backend.halo import halo
 from path_backend.layout import Layout
 from path_backend.stick_breaking import stick_breaking_attention
 
-W_NORM_EPS = 1e-6  # added to |w|^2, as the public code does
 INIT_STD = 0.02
 
 
@@ -300,43 +301,31 @@ class PathInputs(nn.Module):
 
         Absent parts are None. fp64 inputs stay fp64.
         """
-        w = beta = clipped = log_gate = None
+        w = taps = None
         if self.w_up is not None:
             w = self.w_up(x if self.w_down is None else self.w_down(x))
         with torch.autocast(x.device.type, enabled=False):
+            if self.conv is not None and w is not None:
+                if shards is None and _is_plain(self.conv):
+                    taps = _local(self.conv.weight)
+                else:
+                    w = self.conv(w, document_start, shards)
             layers = [layer for layer in (self.beta, self.gate) if layer is not None]
             logits = _float32_linears(x, layers)
-            if w is not None and self.conv is not None:
-                w = F.silu(self.conv(w, document_start, shards)).unflatten(-1, (-1, self.head_dim))
-                w = w * torch.rsqrt(w.square().sum(-1, keepdim=True) + W_NORM_EPS)
-                w = w.to(dtype)
-                beta, clipped = beta_from_logits(logits[0], w, self.beta_max)
-            if self.gate is not None:
-                log_gate = F.logsigmoid(logits[-1])
-        if self.stat_names and self.training:
-            self._watch(w, beta, clipped, log_gate)
+            w, beta, log_gate, stats = elementwise.run(
+                w,
+                taps,
+                logits[0] if self.beta is not None else None,
+                logits[-1] if self.gate is not None else None,
+                document_start,
+                head_dim=self.head_dim,
+                beta_max=self.beta_max,
+                dtype=dtype,
+                watch=bool(self.stat_names) and self.training,
+            )
+        if stats is not None:  # the same again if a checkpointed layer is computed again
+            self.stats.copy_(stats)
         return w, beta, log_gate
-
-    @torch.no_grad()
-    def _watch(
-        self,
-        w: torch.Tensor | None,
-        beta: torch.Tensor | None,
-        clipped: torch.Tensor | None,
-        log_gate: torch.Tensor | None,
-    ) -> None:
-        """Overwrite `stats` on the device; recomputing a checkpointed layer repeats the values."""
-        values = []
-        if w is not None and beta is not None and clipped is not None:
-            eigenvalue = 1 - beta * squared_norm(w, beta.dtype)
-            values += [beta.mean(), clipped.float().mean(), eigenvalue.min()]
-        if log_gate is not None:
-            values += [log_gate.exp().mean()]
-        self.stats.copy_(torch.stack(values))
-
-
-BETA_STATS = ("beta_mean", "beta_clipped", "eigenvalue_min")
-GATE_STATS = ("gate_mean",)
 
 
 class ShortConv(nn.Module):
@@ -353,39 +342,10 @@ class ShortConv(nn.Module):
         document_start: torch.Tensor | None = None,
         shards: Shards | None = None,
     ) -> torch.Tensor:
-        weight = _at_least_float32(_local(self.weight))
+        weight = _local(self.weight)
         if shards is None:
             return causal_conv(x, weight, document_start)
         return _conv_of_shards(x, weight, document_start, shards)
-
-
-def causal_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    document_start: torch.Tensor | None = None,
-    history: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """y_t = sum_b weight[:, width-1-b] x_{t-b} over the tokens t-b of t's document.
-
-    x [B, T, C]; weight [C, width], its last column for the current token; document_start [B, T]
-    counts from the first token of x (negative: the document began in `history`); history
-    [B, width-1, C] are the tokens before x, zeros if None. Result in the wider dtype of x, weight.
-    """
-    length, width = x.shape[1], weight.shape[1]
-    if history is None:
-        padded = F.pad(x, (0, 0, width - 1, 0))
-    else:
-        padded = torch.cat([history.to(x.dtype), x], dim=1)
-    out = x * weight[:, -1]
-    position = torch.arange(length, device=x.device)
-    for back in range(1, width):
-        first = width - 1 - back
-        tap = padded[:, first : first + length] * weight[:, first]
-        if document_start is not None:
-            inside = position - back >= document_start
-            tap = torch.where(inside[..., None], tap, 0)
-        out = out + tap
-    return out
 
 
 def _conv_of_shards(
@@ -427,21 +387,18 @@ def _float32_linears(x: torch.Tensor, layers: list[Float32Linear]) -> Sequence[t
     if not layers:
         return []
     x = _at_least_float32(x)
-    if len(layers) < 2 or not all(map(_is_plain, layers)):
+    whole = (_is_plain(layer) and not isinstance(layer.weight, DTensor) for layer in layers)
+    if len(layers) < 2 or not all(whole):
         return [layer(x) for layer in layers]
-    weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
-    bias = torch.cat([layer.bias.to(x.dtype) for layer in layers])
+    weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)
+    bias = torch.cat([layer.bias for layer in layers]).to(x.dtype)
     return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a call of the layer is its product and no more."""
-    return (
-        type(layer) is Float32Linear
-        and not isinstance(layer.weight, DTensor)
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
-    )
+    """Whether a call of the layer is its own forward and no more."""
+    own = type(layer) in (Float32Linear, ShortConv)
+    return own and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 def document_start_from_eos(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:
