@@ -60,7 +60,7 @@ def forward(inputs: Inputs, out: Tensor, ends: Ends | None = None) -> Tensor:
     B, T, HQ, _ = inputs.q.shape
     lse = torch.empty(B, HQ, T, dtype=torch.float32, device=inputs.q.device)
     k, scale = positive(inputs.k, inputs.scale)
-    inputs = replace(inputs, k=k)
+    inputs = replace(inputs, k=dense(k))
     for group in groups(inputs, backward=False):
         x = inputs.part(*group)
         frames = None if x.w is None else make_frames(x, ends and ends.part(*group))

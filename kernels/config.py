@@ -39,6 +39,9 @@ their number. 1.6 GiB hold 2 x 8192 tokens x 32/8 heads x 128 in one group: smal
 idle.
 """
 
+MAX_HEADS = 65535
+"""Query heads of all sequences in one launch: a grid's second dimension holds no more."""
+
 PRODUCT_ROWS = 2048
 """Tokens reduced by one program of the products' gradient: a top level of 32768 tokens still gives
 8 programs a head.

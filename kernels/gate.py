@@ -19,6 +19,11 @@ from torch import Tensor
 
 from .tiles import GATE_SPAN, cdiv, kernel
 
+CLOSED = tl.constexpr(-512.0)
+"""log2 of what a gate keeps at least: fp32 has no such weight, and a span's sum that held the log
+of a smaller one would have no digits left for its other tokens.
+"""
+
 HEADS = tl.constexpr(8)
 """Heads of a program: log_gate [B, T, HQ] is read in sectors of 32 bytes."""
 
@@ -35,9 +40,10 @@ def place(T, HQ):
 
 @triton.jit
 def load_log_gates(log_gate_ptr, b, heads, tokens, mask, stride_lb, stride_lt, stride_lh):
-    """Log gates [HEADS, SPAN] in log2 units, fp64."""
+    """Log gates [HEADS, SPAN] in log2 units, fp64, not below CLOSED."""
     at = b * stride_lb + tokens.to(tl.int64) * stride_lt + heads.to(tl.int64) * stride_lh
-    return tl.load(log_gate_ptr + at, mask=mask, other=0.0).to(tl.float64) * 1.4426950408889634
+    terms = tl.load(log_gate_ptr + at, mask=mask, other=0.0).to(tl.float64) * 1.4426950408889634
+    return tl.where(terms < CLOSED, CLOSED, terms)  # NaN stays
 
 
 @triton.jit

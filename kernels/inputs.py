@@ -181,7 +181,7 @@ def prepare(
 
 def groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice, slice]]:
     """Ranges of the batch, of key/value heads and of their query heads whose scratch fits
-    SCRATCH_BYTES (at least one key/value head at a time).
+    SCRATCH_BYTES (at least one key/value head at a time), MAX_HEADS query heads at most.
     """
     for batch, heads in _key_groups(inputs, backward):
         yield batch, heads, slice(heads.start * inputs.group, heads.stop * inputs.group)
@@ -189,10 +189,10 @@ def groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice, slice
 
 def _key_groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]:
     B, T, H = inputs.k.shape[:3]
-    if inputs.w is None:
-        yield slice(0, B), slice(0, H)
-        return
-    limit = max(1, config.SCRATCH_BYTES // _scratch_bytes(inputs, backward))
+    limit = config.MAX_HEADS // inputs.group
+    if inputs.w is not None:
+        limit = min(limit, config.SCRATCH_BYTES // _scratch_bytes(inputs, backward))
+    limit = max(1, limit)
     for batch in _even_parts(B, max(1, limit // H)):
         for heads in _even_parts(H, limit):
             yield batch, heads

@@ -186,8 +186,12 @@ def _keys(k: Tensor, v: Tensor, gate: Tensor | None, tile: config.Tiles) -> dict
 
 
 def _whole_tiles(x: Tensor, rows: int, value: float = 0.0) -> Tensor:
-    """x [..., T] with `value` up to the end of its last tile."""
-    return torch.nn.functional.pad(x.contiguous(), (0, -x.shape[-1] % rows), value=value)
+    """Copy of x [..., T] with `value` up to the end of its last tile. Never x itself: that of one
+    head may have strides that no descriptor takes.
+    """
+    whole = x.new_full((*x.shape[:-1], tiles.cdiv(x.shape[-1], rows) * rows), value)
+    whole[..., : x.shape[-1]] = x
+    return whole
 
 
 def _gates_of_keys(gate_k: Tensor | None, rows: int) -> Tensor | None:

@@ -41,7 +41,8 @@ def path_attention(
         beta: [B, T, H], any floating dtype, taken as fp32 (fp64 if q is fp64). Used as given:
             `beta_from_logits` gives one in [0, 2) that keeps the products contractive.
         log_gate: [B, T, HQ], natural logarithm of the forget gate, finite and <= 0, in any floating
-            dtype, taken as fp32 (fp64 if q is fp64). None: no gate.
+            dtype, taken as fp32 (fp64 if q is fp64). The kernels take less than -354 (2^-512) for
+            that. None: no gate.
         scale: of the dot products, default D^-0.5. The gate is added after it.
         document_start: int32 [B, T], index of the first token of each token's document. Keys before
             it are masked; the reflections need no reset. None: one document.

@@ -64,3 +64,20 @@ def test_nothing_around_a_view_is_read(kind):
 
     inputs = on_device(130, B=2, D=24, DV=16, **KINDS[kind])
     check(inputs.map(lambda x: surrounded(x.detach())))
+
+
+def test_negated_keys_of_an_odd_width():
+    """Catches a descriptor of the copy that a negative scale makes, with rows of 100 bytes."""
+    check(on_device(70, D=25, w=None), scale=-0.3)
+
+
+def test_rectangle_of_one_query_head():
+    """Catches a descriptor with the stride of a dimension of one, here 4 bytes."""
+    inputs = on_device(64, HQ=1, H=1, gate=True).map(torch.detach)
+    gate = inputs.log_gate.transpose(1, 2)
+    out, lse = torch.zeros_like(inputs.q), torch.full((1, 1, 64), float("-inf"), device=DEVICE)
+    launch.rectangle_forward(*inputs[:3], gate, gate, None, 0.3, out, lse)
+    logits = 0.3 * inputs.q[:, :, 0] @ inputs.k[:, :, 0].mT + gate.mT[..., 0, None] + gate
+    torch.testing.assert_close(
+        out[:, :, 0], logits.softmax(-1) @ inputs.v[:, :, 0], atol=1e-3, rtol=0
+    )

@@ -326,6 +326,15 @@ def test_scratch_is_bounded_by_groups_of_heads_with_the_same_bits(B, HQ, H, monk
     assert_same_bits(run(kernels, inputs), expected)
 
 
+def test_more_heads_than_a_grid_holds(monkeypatch):
+    """Catches a launch that a card refuses: its second dimension ends at 65,535 programs."""
+    inputs = on_device(70, B=3, HQ=4, H=2, w=None, gate=True, documents=True)
+    expected = run(kernels, inputs)
+    for most in (4, 2):
+        monkeypatch.setattr(config, "MAX_HEADS", most)
+        assert_same_bits(run(kernels, inputs), expected)
+
+
 def test_sums_over_long_blocks_in_parts(monkeypatch):
     """Catches a part that is left out of the gradient of a block's product, or counted twice."""
     monkeypatch.setattr(config, "PRODUCT_ROWS", 64)
