@@ -2,8 +2,7 @@
 
 One function of tensors, `compute`. Op by op it takes 80 launches forward and backward, and the host
 more time for them than a GPU for the layer. `run` has it compiled there, unless the caller is
-compiled itself. The first two lengths compile it; more than eight kinds of calls (with documents,
-without gradients, ...) leave the others op by op.
+compiled itself. The first two lengths compile it, and every kind of call.
 """
 
 from __future__ import annotations
@@ -104,7 +103,17 @@ def causal_conv(
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[_Optional, ...]]:
-    return torch.compile(compute)
+    return torch.compile(compute, backend=_inductor)
+
+
+def _inductor(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+    """The default backend; nothing but inputs is kept between forward and backward. What a graph
+    keeps else it gives away in its first backward, and another one through it would fail.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch._functorch.config.patch(activation_memory_budget=0.0):
+        return compile_fx(graph, example_inputs)
 
 
 def _pays(features: _Optional) -> bool:
@@ -112,17 +121,32 @@ def _pays(features: _Optional) -> bool:
     return features is not None and features.is_cuda
 
 
+def _traced() -> bool:
+    """Whether the caller compiles or records what runs."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or torch.fx.experimental.proxy_tensor.get_proxy_mode() is not None
+    )
+
+
+KINDS = 32
+"""Kinds of calls that are compiled (lengths that differ, documents, no gradients, autocast, ...)
+before others run op by op. Torch's own limit of 8 is for graphs of whole models.
+"""
+
 _broken = False
 
 
 def run(*tensors: _Optional, **options: Any) -> tuple[_Optional, ...]:
-    """`compute`, compiled where that pays and works."""
+    """`compute`, compiled where that pays and the compiler takes it."""
     global _broken
     plain = all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors)
-    if _broken or torch.compiler.is_compiling() or not plain or not _pays(tensors[0]):
+    if _broken or not plain or not _pays(tensors[0]) or _traced():
         return compute(*tensors, **options)
     try:
-        return _compiled()(*tensors, **options)
+        with torch._dynamo.config.patch(recompile_limit=KINDS, error_on_recompile=False):
+            return _compiled()(*tensors, **options)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         _broken = True
         warnings.warn(f"what PathInputs computes runs op by op: {error}", stacklevel=2)

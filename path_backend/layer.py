@@ -397,8 +397,15 @@ def _float32_linears(x: torch.Tensor, layers: list[Float32Linear]) -> Sequence[t
 
 def _is_plain(layer: nn.Module) -> bool:
     """Whether a call of the layer is its own forward and no more."""
-    own = type(layer) in (Float32Linear, ShortConv)
-    return own and not layer._forward_hooks and not layer._forward_pre_hooks
+    hooks = (
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or nn.modules.module._has_any_global_hook()
+    )
+    own = type(layer) in (Float32Linear, ShortConv) and "forward" not in vars(layer)
+    return own and not hooks
 
 
 def document_start_from_eos(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:

@@ -1,9 +1,12 @@
 """What PathInputs computes besides projections: compiled as op by op, and only where that works."""
 
+import shutil
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from path_backend import elementwise
@@ -114,6 +117,41 @@ def test_a_compiler_that_fails_is_asked_once(monkeypatch):
     torch.testing.assert_close(outputs_and_gradients(inputs), expected)
     assert len(calls) == 1
     torch._dynamo.reset()
+
+
+def test_more_kinds_of_calls_than_torch_compiles(graphs):
+    """Catches training that stays op by op because other calls have used up torch's limit of 8."""
+    inputs = make_inputs()
+    kinds = list(product((torch.float32, torch.bfloat16), (None, STARTS), *[(False, True)] * 2))
+    for dtype, starts, autocast, grad in kinds:
+        with torch.autocast("cpu", enabled=autocast), torch.set_grad_enabled(grad):
+            inputs(features(), starts, dtype)
+    assert len(graphs) == len(kinds) > 8
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_a_graph_can_be_kept(monkeypatch):
+    """Catches intermediate tensors given away in a first backward: zero-bubble pipelines, and
+    several losses of one forward, come back for them.
+    """
+    torch._dynamo.reset()
+    monkeypatch.setattr(elementwise, "_pays", lambda features: features is not None)
+    inputs = make_inputs()
+    outputs_and_gradients(inputs)
+    for length in (9, 12, 12):
+        x = features(length).requires_grad_()
+        w, beta, log_gate = inputs(x, None, torch.float32)
+        loss = (w + beta[..., None]).square().sum() + log_gate.sum()
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        torch.testing.assert_close(torch.autograd.grad(loss, x)[0], first)
+    torch._dynamo.reset()
+
+
+def test_recorded_calls_are_not_compiled(graphs):
+    """Catches make_fx of a layer, which refuses compiled functions."""
+    inputs = make_inputs()
+    make_fx(lambda x: inputs(x, None, torch.float32)[0])(features())
+    assert not graphs
 
 
 def test_tensors_of_other_types_are_not_compiled(graphs):

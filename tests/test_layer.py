@@ -253,7 +253,16 @@ def test_small_layers_that_a_host_changes_are_called():
     torch.testing.assert_close(inputs(x, None, x.dtype)[2], plain)
     assert len(calls) == 1
     handle.remove()
+    for layer in (inputs.beta, inputs.conv):
+        handle = layer.register_full_backward_hook(lambda *call: calls.append(call))
+        inputs(x.requires_grad_(), None, x.dtype)[0 if layer is inputs.conv else 1].sum().backward()
+        handle.remove()
+    assert len(calls) == 3
     logits = inputs.gate(x)
+    forward = inputs.gate.forward
+    inputs.gate.forward = lambda x: 3 * forward(x)
+    torch.testing.assert_close(inputs(x, None, x.dtype)[2], F.logsigmoid(3 * logits))
+    inputs.gate.forward = forward
     inputs.gate = Doubled(inputs.gate)
     torch.testing.assert_close(inputs(x, None, x.dtype)[2], F.logsigmoid(2 * logits))
 
