@@ -121,4 +121,5 @@ def test_a_closed_gate_inside_a_span(closed, kind):
     inputs = on_device(SPAN + 2, **KINDS[kind])
     with torch.no_grad():
         inputs.log_gate[:, SPAN // 2] = closed
-    check(inputs, slack=100)  # a sum of 512 has 14 bits behind the point
+    # a sum of 512 has 14 bits behind the point, which shows beside the interpreter's fp32
+    check(inputs, slack=100 if DEVICE == "cpu" else 1)

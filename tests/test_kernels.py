@@ -222,6 +222,15 @@ def launches(monkeypatch):
     return launches
 
 
+@pytest.mark.parametrize("kind", ["fox", "nope"])
+def test_no_transform_without_reflections(kind, launches):
+    """Catches chunks, trees or sweeps that run for attention that has no use for them."""
+    run(kernels, on_device(260, **KINDS[kind]))
+    names = {kernel.fn.__name__ for kernel, _ in launches}
+    assert "attention_dq_kernel" in names
+    assert not {name for name in names for part in ("chunk", "tree", "sweep") if part in name}
+
+
 def test_every_kernel_runs_here(launches, monkeypatch):
     """Catches a kernel that no test on a CPU would run: here each of the package is launched."""
     monkeypatch.setattr(config, "PRODUCT_ROWS", 64)
