@@ -10,7 +10,7 @@ from . import config, gate, tiles
 from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, row_kernel
 from .attention_forward import attention_forward_kernel
 from .frames import Ends, FrameGradients, Frames, frames_backward, make_frames
-from .inputs import Inputs, dense, groups, positive, strides
+from .inputs import Inputs, dense, groups, positive, streamed_keys, streamed_queries, strides
 
 
 def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
@@ -40,16 +40,11 @@ def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -
 
 
 def _keys(x: Inputs, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
-    """What the passes of a query tile stream by."""
-    rows, descriptors = tile.stream, tile.descriptors
+    """What the passes of a query tile read beside it."""
     k = frames.k_levels if frames else x.k.transpose(1, 2)
-    v, value_width = x.v.transpose(1, 2), x.value_widths["BLOCK_DV"]
     return {
         "q_levels_ptr": frames.q_levels if frames else x.q,
-        "k_tiles": tiles.source(k, rows, x.width, descriptors),
-        "v_tiles": tiles.source(v, rows, value_width, descriptors),
-        "gate_tiles": None if x.gate is None else tiles.row_source(x.gate, rows, descriptors),
-        "BLOCK_N": tile.stream,
+        **streamed_keys(k, x.v, x.gate, tile),
     }
 
 
@@ -199,12 +194,7 @@ def _backward_group(
     attention_dkdv_kernel[(chunks, B * x.k.shape[2])](
         **_attention_arguments(x, frames, key_tile),
         k_levels_ptr=frames.k_levels if frames else x.k,
-        q_tiles=tiles.source(
-            frames.q_levels if frames else x.q.transpose(1, 2), key_tile.stream, x.width
-        ),
-        d_out_tiles=tiles.source(
-            d_out.transpose(1, 2), key_tile.stream, x.value_widths["BLOCK_DV"]
-        ),
+        **streamed_queries(frames.q_levels if frames else x.q.transpose(1, 2), d_out, key_tile),
         **shared,
         **strides(("e", from_end), ("dk", grads.k), ("dv", grads.v)),
         incoming_ptr=from_end,
@@ -213,7 +203,6 @@ def _backward_group(
         dk_moved_ptr=of_frames.k_moved if of_frames else grads.k,
         dv_ptr=grads.v,
         col_sum_ptr=lse if grads.col_sum is None else grads.col_sum,
-        BLOCK_M=key_tile.stream,
         STAGES=config.early_loads(key_tile),
     )
     if frames and of_frames:

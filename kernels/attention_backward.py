@@ -20,11 +20,7 @@ comes from above the last level, but to a piece of a longer sequence: from the o
 import triton
 import triton.language as tl
 
-from .attention_forward import (
-    diagonal_logits,
-    gate_between,
-    seen_from,
-)
+from .attention_forward import diagonal_logits, gate_between, seen_from
 from .sweep import key_moves, query_moves
 from .tiles import (
     GATE_SPAN,
@@ -32,6 +28,8 @@ from .tiles import (
     blocks_of_level,
     fetch,
     fetch_row,
+    fetch_square,
+    gate_rows,
     kernel,
     load_full_tile,
     load_tile,
@@ -62,9 +60,7 @@ def row_kernel(
     lse = tl.load(lse_ptr + q_head * T + rows, mask=rows < T, other=float("inf"))
     bias = lse * -1.4426950408889634
     if HAS_GATE:
-        bias += tl.load(
-            gate_ptr + q_head * (tl.cdiv(T, GATE_SPAN) * GATE_SPAN) + rows, mask=rows < T, other=0.0
-        )
+        bias += tl.load(gate_ptr + q_head * gate_rows(T) + rows, mask=rows < T, other=0.0)
     rows_ptr += q_head * num_chunks * CHUNK * 2
     tl.store(rows_ptr + rows * 2, bias)
     tl.store(rows_ptr + rows * 2 + 1, delta)
@@ -136,10 +132,10 @@ def attention_dq_kernel(
     d_local_ptr, row_sum_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_eb, stride_et,
     stride_eh, stride_dqb, stride_dqt, stride_dqh, T, HQ, num_chunks, num_levels, total_rows,
-    moved_rows, total_blocks, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D:
-    tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N:
-    tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION:
-    tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    moved_rows, total_blocks, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Pass of one query tile. dq is that of q_start with reflections, of q without. `incoming` is
     the gradient of the queries at the start of the piece. SPLIT: keys that every row sees have a
@@ -158,7 +154,7 @@ def attention_dq_kernel(
     dq_moved_ptr += q_head * moved_rows * BLOCK_D
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
     d_local_ptr += q_head * num_chunks * CHUNK * CHUNK
-    gate_ptr += q_head * (tl.cdiv(T, GATE_SPAN) * GATE_SPAN)
+    gate_ptr += q_head * gate_rows(T)
     offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
     logit_scale = scale * 1.4426950408889634
 
@@ -216,15 +212,7 @@ def attention_dq_kernel(
                     store_tile(
                         dq_moved_ptr, here, BLOCK_D, moved_rows, dq * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
-                    product = fetch(
-                        product_tiles,
-                        b,
-                        h,
-                        (block_base + block - 1) * BLOCK_D,
-                        None,
-                        BLOCK_D,
-                        BLOCK_D,
-                    )
+                    product = fetch_square(product_tiles, b, h, block_base + block - 1, BLOCK_D)
                     dq = move(dq, product, False, MOVE)
                 shift = row_base - left // 2
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
@@ -283,7 +271,7 @@ def key_pass(
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL not;
-    query i is row i + shift of its descriptor. Rows past the end have a bias of -inf. STAGES: see
+    query i is row i + shift of its source. Rows past the end have a bias of -inf. STAGES: see
     `query_gradient`.
     """
     for m in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
@@ -340,7 +328,7 @@ def attention_dkdv_kernel(
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
     rows_ptr += q_head * num_chunks * CHUNK * 2
     spans = tl.cdiv(T, GATE_SPAN)
-    gate_ptr += q_head * (spans * GATE_SPAN)
+    gate_ptr += q_head * gate_rows(T)
     offset_ptr += q_head * spans
     col_sum_ptr += q_head * T
     start_ptr += b * T
@@ -417,15 +405,7 @@ def attention_dkdv_kernel(
                     store_tile(
                         dk_moved_ptr, here, BLOCK_D, moved_rows, dk * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
-                    product = fetch(
-                        product_tiles,
-                        b,
-                        h,
-                        (block_base + block + 1) * BLOCK_D,
-                        None,
-                        BLOCK_D,
-                        BLOCK_D,
-                    )
+                    product = fetch_square(product_tiles, b, h, block_base + block + 1, BLOCK_D)
                     dk = move(dk, product, True, MOVE)
                 shift = row_base + (right - half) // 2 - right
                 for g in tl.range(GROUP, num_stages=1):

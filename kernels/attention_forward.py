@@ -18,6 +18,7 @@ from .tiles import (
     GATE_SPAN,
     fetch,
     fetch_row,
+    gate_rows,
     kernel,
     load_full_tile,
     load_tile,
@@ -73,7 +74,7 @@ def attend(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Dense attention to the keys lo ... hi - 1, all visible but for documents; key j is row j +
-    shift of its descriptor. WHOLE: no tile passes the end T.
+    shift of its source. WHOLE: no tile passes the end T.
 
     The gate's offset is loaded a tile ahead by hand: the compiler's pipeline would put it into
     shared memory, 16 bytes too many for two programs on an SM at width 128.
@@ -120,10 +121,10 @@ def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, q_levels_ptr, k_tiles, v_tiles, local_ptr, gate_ptr, gate_tiles,
     offset_ptr, start_ptr, out_ptr, lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt,
     stride_kh, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, T, HQ, num_chunks,
-    num_levels, total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D:
-    tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N:
-    tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION:
-    tl.constexpr,
+    num_levels, total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output and natural log-sum-exp of a chunk. `scale` > 0 and the gate are in log2 units."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
@@ -136,7 +137,7 @@ def attention_forward_kernel(
     v_ptr += b * stride_vb + h * stride_vh
     q_levels_ptr += q_head * total_rows * BLOCK_D
     local_ptr += q_head * num_chunks * CHUNK * CHUNK
-    gate_ptr += q_head * (tl.cdiv(T, GATE_SPAN) * GATE_SPAN)
+    gate_ptr += q_head * gate_rows(T)
     offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
 
     row = tl.arange(0, CHUNK)

@@ -65,17 +65,20 @@ Blackwell), and the least they need (sm_86, 89, 120).
 """
 
 
+def capability() -> tuple[int, int]:
+    """Of the current card. The interpreter runs what Hopper runs."""
+    return (9, 0) if triton.knobs.runtime.interpret else torch.cuda.get_device_capability()
+
+
 def shared_memory() -> int:
-    """KiB of shared memory of one program on the current card; the interpreter has all."""
-    if triton.knobs.runtime.interpret:
-        return LARGE
-    major, minor = torch.cuda.get_device_capability()
+    """KiB of shared memory of one program on the current card."""
+    major, minor = capability()
     return {80: 163, 87: 163, 90: LARGE, 100: LARGE, 103: LARGE}.get(10 * major + minor, SMALL)
 
 
 def has_tma() -> bool:
-    """Whether the card copies tiles by descriptors. The interpreter does it, too."""
-    return triton.knobs.runtime.interpret or torch.cuda.get_device_capability()[0] >= 9
+    """Whether the card copies tiles by descriptors."""
+    return capability()[0] >= 9
 
 
 def needed_memory(dtype: torch.dtype, width: int, path: bool) -> int:
@@ -98,6 +101,11 @@ def wide(dtype: torch.dtype, width: int) -> bool:
     return width * dtype.itemsize > (512 if shared_memory() >= LARGE else 256)
 
 
+def _stages(width: int) -> int:
+    """What shared memory leaves beside the 16-bit tiles that stay."""
+    return 3 if width <= 64 else 2 if width <= 128 else 1
+
+
 def forward_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, documents: bool) -> Tiles:
     """Tiles of the forward pass for heads padded to `width`: a query tile stays, keys stream.
 
@@ -111,7 +119,7 @@ def forward_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, docume
     if dtype == torch.float32:
         return Tiles(64 if width <= 64 else 32, 4, 2 if width <= 128 else 1)
     if not path:
-        return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
+        return Tiles(64, 4, _stages(width))
     if width <= 64 and not documents:
         return Tiles(64, 4, 2, registers=128)
     return Tiles(64, 4, 3 if width <= 128 else 1, descriptors=not gate or width <= 64)
@@ -128,8 +136,7 @@ def query_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, document
     if dtype == torch.float32:
         return Tiles(32, 4, 2)
     limit = 168 if path and width <= 64 and not documents else None
-    stages = 3 if width <= 64 else 2 if width <= 128 else 1
-    return Tiles(64, 4, stages, registers=limit, descriptors=not gate)
+    return Tiles(64, 4, _stages(width), registers=limit, descriptors=not gate)
 
 
 def key_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, documents: bool) -> Tiles:
@@ -145,14 +152,14 @@ def key_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, documents:
         return Tiles(64 if width <= 64 or shared_memory() >= LARGE else 32, 4, 1)
     if path and width <= 64 and not gate and not documents:
         return Tiles(64, 4, 2, registers=168)
-    return Tiles(64, 4, 3 if width <= 64 else 2 if width <= 128 else 1)
+    return Tiles(64, 4, _stages(width))
 
 
 def hopper() -> bool:
     """Whether the card has the shared memory (227 KiB; some cards have 99) for what makes the
-    backward faster, which was timed on Hopper alone. The interpreter runs it too.
+    backward faster, which was timed on Hopper alone.
     """
-    return triton.knobs.runtime.interpret or torch.cuda.get_device_capability()[0] == 9
+    return capability()[0] == 9
 
 
 def early_loads(tile: Tiles) -> int | None:

@@ -33,8 +33,7 @@ class Frames:
 
     def product_tiles(self) -> tiles.Source:
         """Of whole products, one below the other."""
-        width = self.products.shape[-1]
-        return tiles.source(self.products.flatten(2, 3), width, width)
+        return tiles.source(self.products.flatten(2, 3), self.products.shape[-1])
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import config, tiles
 from .gate import running_sums
+from .tiles import padded
 
 LOG2_E = 1.4426950408889634
 
@@ -18,8 +19,8 @@ LOG2_E = 1.4426950408889634
 class Inputs:
     """One group of heads of one call, last dimensions contiguous.
 
-    gate [B, HQ, T] and gate_offset [B, HQ, spans] are the `running_sums`. piece: the tokens are a
-    part of a longer sequence.
+    gate [B, HQ, whole spans] and gate_offset [B, HQ, spans] are the `running_sums`. piece: the
+    tokens are a part of a longer sequence.
     """
 
     q: Tensor
@@ -105,11 +106,6 @@ class Inputs:
             self.scale,
             self.piece,
         )
-
-
-def padded(width: int, least: int = 16) -> int:
-    """The power of two that holds `width`, but not less than `least`."""
-    return max(least, 1 << (width - 1).bit_length())
 
 
 def dense(x: Tensor) -> Tensor:
@@ -229,6 +225,29 @@ def positive(k: Tensor, scale: float) -> tuple[Tensor, float]:
     row is that of its largest logit.
     """
     return (k if scale >= 0 else -k), max(abs(scale) * LOG2_E, 1e-30)
+
+
+def streamed_keys(k: Tensor, v: Tensor, gate: Tensor | None, tile: config.Tiles) -> dict[str, Any]:
+    """What passes by a query tile: of k [B, H, rows, D], v [B, T, H, DV] and the gates of keys [B,
+    HQ, whole tiles].
+    """
+    rows, descriptors = tile.stream, tile.descriptors
+    return {
+        "k_tiles": tiles.source(k, rows, descriptors),
+        "v_tiles": tiles.source(v.transpose(1, 2), rows, descriptors),
+        "gate_tiles": None if gate is None else tiles.row_source(gate, rows, descriptors),
+        "BLOCK_N": rows,
+    }
+
+
+def streamed_queries(q: Tensor, d_out: Tensor, tile: config.Tiles) -> dict[str, Any]:
+    """What passes by a key tile: of q [B, HQ, rows, D] and d_out [B, T, HQ, DV]."""
+    rows, descriptors = tile.stream, tile.descriptors
+    return {
+        "q_tiles": tiles.source(q, rows, descriptors),
+        "d_out_tiles": tiles.source(d_out.transpose(1, 2), rows, descriptors),
+        "BLOCK_M": rows,
+    }
 
 
 def strides(*names_and_tensors: tuple[str, Tensor | None]) -> dict[str, int]:

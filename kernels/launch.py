@@ -12,8 +12,9 @@ from torch import Tensor
 from . import config
 from .attention import Gradients, backward, forward
 from .frames import Ends, make_frames
-from .inputs import dense, differentiable, groups, padded, prepare
+from .inputs import dense, differentiable, groups, prepare
 from .rectangle import rectangle_backward, rectangle_forward
+from .tiles import padded
 
 __all__ = [
     "attention_backward",

@@ -17,8 +17,16 @@ from torch import Tensor
 from . import config, tiles
 from .attention_backward import key_pass, load_rows, query_gradient
 from .attention_forward import attend
-from .inputs import LOG2_E, dense, differentiable, padded, positive, strides
-from .tiles import as_product, kernel, load_tile, store_tile
+from .inputs import (
+    LOG2_E,
+    dense,
+    differentiable,
+    positive,
+    streamed_keys,
+    streamed_queries,
+    strides,
+)
+from .tiles import as_product, kernel, load_tile, padded, store_tile
 
 
 @kernel
@@ -174,17 +182,6 @@ def _shared(q: Tensor, k: Tensor, v: Tensor, first_key: Tensor | None, rows: int
     }
 
 
-def _keys(k: Tensor, v: Tensor, gate: Tensor | None, tile: config.Tiles) -> dict[str, Any]:
-    """What the passes of a query tile stream by."""
-    rows, descriptors = tile.stream, tile.descriptors
-    return {
-        "k_tiles": tiles.source(k.transpose(1, 2), rows, padded(k.shape[3]), descriptors),
-        "v_tiles": tiles.source(v.transpose(1, 2), rows, padded(v.shape[3]), descriptors),
-        "gate_tiles": None if gate is None else tiles.row_source(gate, rows, descriptors),
-        "BLOCK_N": tile.stream,
-    }
-
-
 def _whole_tiles(x: Tensor, rows: int, value: float = 0.0) -> Tensor:
     """Copy of x [..., T] with `value` up to the end of its last tile. Never x itself: that of one
     head may have strides that no descriptor takes.
@@ -226,7 +223,7 @@ def rectangle_forward(
     q, k, v = dense(q), dense(k), dense(v)
     rectangle_forward_kernel[(tiles.cdiv(TQ, tile.rows), B * HQ)](
         **_shared(q, k, v, first_key, tile.rows),
-        **_keys(k, v, _gates_of_keys(gate_k, tile.rows), tile),
+        **streamed_keys(k.transpose(1, 2), v, _gates_of_keys(gate_k, tile.rows), tile),
         **strides(("q", q), ("o", out)),
         q_ptr=q,
         HAS_GATE=gate_k is not None,
@@ -279,7 +276,7 @@ def rectangle_backward(
     }
     rectangle_dq_kernel[(tiles.cdiv(TQ, rows), B * HQ)](
         **shared,
-        **_keys(k, v, gates, query_tile),
+        **streamed_keys(k.transpose(1, 2), v, gates, query_tile),
         **strides(("q", q), ("g", d_out), ("dq", dq)),
         q_ptr=q,
         d_out_ptr=d_out,
@@ -296,8 +293,7 @@ def rectangle_backward(
     rectangle_dkdv_kernel[(tiles.cdiv(TK, rows), B * H)](
         **shared,
         **strides(("k", k), ("v", v), ("dk", dk), ("dv", dv)),
-        q_tiles=tiles.source(q.transpose(1, 2), key_tile.stream, padded(D)),
-        d_out_tiles=tiles.source(d_out.transpose(1, 2), key_tile.stream, padded(DV)),
+        **streamed_queries(q.transpose(1, 2), d_out, key_tile),
         k_ptr=k,
         v_ptr=v,
         gate_k_ptr=gates,
@@ -305,7 +301,6 @@ def rectangle_backward(
         dk_ptr=dk,
         dv_ptr=dv,
         d_gate_k_ptr=d_gate_k,
-        BLOCK_M=key_tile.stream,
         STAGES=config.early_loads(key_tile),
         **key_tile.options,
     )

@@ -21,7 +21,7 @@ from .tiles import (
     blocks_of_level,
     carry,
     dot,
-    fetch,
+    fetch_square,
     kernel,
     load_tile,
     rows_of_level,
@@ -108,7 +108,7 @@ def sweep_rows(
             else:
                 moves = key_moves(block, half, bound, end_ptr is not None)
                 sibling = block_base + block + 1
-            product = fetch(product_tiles, b, h, sibling * BLOCK_D, None, BLOCK_D, BLOCK_D)
+            product = fetch_square(product_tiles, b, h, sibling, BLOCK_D)
             here = row_base + (block // 2 - block) * half + first
             store_tile(levels_ptr, here, BLOCK_D, total_rows, t * size, CHUNK, BLOCK_D, BLOCK_D)
             if moves:

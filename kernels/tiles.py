@@ -23,6 +23,13 @@ CHUNK = 64
 GATE_SPAN = tl.constexpr(128)
 """Tokens per fp64 offset of the gate's running sum; a multiple of every attention tile."""
 
+
+@triton.jit
+def gate_rows(T):
+    """Running sums of a head: those of whole spans."""
+    return tl.cdiv(T, GATE_SPAN) * GATE_SPAN
+
+
 RUNTIME = """
 T TQ TK H HQ num_chunks num_levels total_rows moved_rows total_blocks
 num_blocks num_splits num_parents level row_base block_base child_base parent_base
@@ -45,6 +52,11 @@ kernel = triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UN
 def cdiv(count: int, size: int) -> int:
     """How many of `size` hold `count`. Triton's own takes a tenth of a launch on the host."""
     return -(-count // size)
+
+
+def padded(width: int, least: int = 16) -> int:
+    """The power of two that holds `width`, but not less than `least`."""
+    return max(least, 1 << (width - 1).bit_length())
 
 
 @cache
@@ -168,8 +180,8 @@ Source: TypeAlias = TensorDescriptor | tuple
 """Where a kernel fetches tiles from."""
 
 
-def source(x: Tensor, rows: int, columns: int, descriptors: bool = True) -> Source:
-    """Of x [B, heads, T, width], what `fetch` reads tiles [rows, columns] of.
+def source(x: Tensor, rows: int, descriptors: bool = True) -> Source:
+    """Of x [B, heads, T, width], what `fetch` reads tiles [rows, padded width] of.
 
     From Hopper on a descriptor: a tile goes from memory to where tensor cores read it, past the
     registers (TMA), and loops over tiles take up to a third less of them. Before, pointer and
@@ -177,7 +189,8 @@ def source(x: Tensor, rows: int, columns: int, descriptors: bool = True) -> Sour
     rows is a constant of a model and compiled in.
     """
     if descriptors and config.has_tma():
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+        tile = [1, 1, rows, padded(x.shape[3])]
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), tile)
     return x, *x.stride()[:2], tl.constexpr(x.stride(2)), tl.constexpr(x.shape[3])
 
 
@@ -195,6 +208,12 @@ def fetch(source, b, head, row, limit, ROWS: tl.constexpr, COLS: tl.constexpr):
             return load_full_tile(ptr, row, source[3], ROWS, COLS, source[4])
         else:
             return load_tile(ptr, row, source[3], limit, ROWS, COLS, source[4])
+
+
+@triton.jit
+def fetch_square(source, b, head, index, SIZE: tl.constexpr):
+    """Matrix `index` of a head's stack, whose rows lie one below the other."""
+    return fetch(source, b, head, index * SIZE, None, SIZE, SIZE)
 
 
 def row_source(x: Tensor, columns: int, descriptors: bool) -> Source:

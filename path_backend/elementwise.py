@@ -83,7 +83,7 @@ def causal_conv(
     at least fp32.
     """
     length, width = x.shape[1], weight.shape[1]
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    weight = at_least_float32(weight)
     if history is None:
         padded = F.pad(x, (0, 0, width - 1, 0))
     else:
@@ -99,6 +99,10 @@ def causal_conv(
             tap = torch.where((age >= back)[..., None], tap, 0)
         out = out + tap
     return out
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from path_backend import elementwise
 from path_backend.attention import path_attention
 from path_backend.beta import BETA_MAX
 from path_backend.context_parallel import context_parallel_attention
-from path_backend.elementwise import BETA_STATS, GATE_STATS, causal_conv
+from path_backend.elementwise import BETA_STATS, GATE_STATS, at_least_float32, causal_conv
 from path_backend.halo import halo
 from path_backend.layout import Layout
 from path_backend.stick_breaking import stick_breaking_attention
@@ -374,7 +374,7 @@ class Float32Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            x = _at_least_float32(x)
+            x = at_least_float32(x)
             return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
@@ -386,7 +386,7 @@ def _float32_linears(x: torch.Tensor, layers: list[Float32Linear]) -> Sequence[t
     """
     if not layers:
         return []
-    x = _at_least_float32(x)
+    x = at_least_float32(x)
     whole = (_is_plain(layer) and not isinstance(layer.weight, DTensor) for layer in layers)
     if len(layers) < 2 or not all(whole):
         return [layer(x) for layer in layers]
@@ -441,7 +441,3 @@ def _heads(features: int, head_dim: int, name: str) -> int:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

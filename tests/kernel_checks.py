@@ -84,9 +84,9 @@ def assert_same_bits(actual, expected):
         assert torch.equal(actual[name], want), name
 
 
-def surrounded(x):
-    """The numbers of x inside a tensor of NaN, on all sides."""
-    margins = (1, 70, 1, 3)[: x.ndim]  # rows begin at odd addresses
+def surrounded(x, columns=3):
+    """The numbers of x inside a tensor of NaN, on all sides; with 3 columns at odd addresses."""
+    margins = (1, 70, 1, columns)[: x.ndim]
     wide = x.new_full([n + 2 * m for n, m in zip(x.shape, margins, strict=True)], float("nan"))
     inner = wide[tuple(slice(m, -m) for m in margins)]
     return inner.copy_(x)

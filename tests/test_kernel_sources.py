@@ -11,6 +11,7 @@ from kernel_checks import (
     gradient_of_out,
     kernels,
     on_device,
+    surrounded,
 )
 
 from path_backend.testing import run
@@ -55,15 +56,8 @@ def test_rectangles_by_pointers(gate, monkeypatch):
 @pytest.mark.parametrize("kind", ["path_fox", "fox"])
 def test_nothing_around_a_view_is_read(kind):
     """Catches tiles that pass the end of a view which is not copied, rows and heads of 16 bytes."""
-
-    def surrounded(x):
-        margins = (1, 70, 1, 8)[: x.ndim]
-        wide = x.new_full([n + 2 * m for n, m in zip(x.shape, margins, strict=True)], float("nan"))
-        inner = wide[tuple(slice(m, -m) for m in margins)]
-        return inner.copy_(x).requires_grad_(x.is_floating_point())
-
     inputs = on_device(130, B=2, D=24, DV=16, **KINDS[kind])
-    check(inputs.map(lambda x: surrounded(x.detach())))
+    check(inputs.map(lambda x: surrounded(x.detach(), columns=8).requires_grad_()))
 
 
 def test_negated_keys_of_an_odd_width():
