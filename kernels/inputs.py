@@ -233,8 +233,8 @@ def streamed_keys(k: Tensor, v: Tensor, gate: Tensor | None, tile: config.Tiles)
     """
     rows, descriptors = tile.stream, tile.descriptors
     return {
-        "k_tiles": tiles.source(k, rows, descriptors),
-        "v_tiles": tiles.source(v.transpose(1, 2), rows, descriptors),
+        "k_tiles": tiles.source(k, rows, descriptors=descriptors),
+        "v_tiles": tiles.source(v.transpose(1, 2), rows, descriptors=descriptors),
         "gate_tiles": None if gate is None else tiles.row_source(gate, rows, descriptors),
         "BLOCK_N": rows,
     }
@@ -244,8 +244,8 @@ def streamed_queries(q: Tensor, d_out: Tensor, tile: config.Tiles) -> dict[str, 
     """What passes by a key tile: of q [B, HQ, rows, D] and d_out [B, T, HQ, DV]."""
     rows, descriptors = tile.stream, tile.descriptors
     return {
-        "q_tiles": tiles.source(q, rows, descriptors),
-        "d_out_tiles": tiles.source(d_out.transpose(1, 2), rows, descriptors),
+        "q_tiles": tiles.source(q, rows, descriptors=descriptors),
+        "d_out_tiles": tiles.source(d_out.transpose(1, 2), rows, descriptors=descriptors),
         "BLOCK_M": rows,
     }
 

@@ -133,46 +133,61 @@ def blocks_of_level(seq_len, level, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def tile_pointers(ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+def tile_pointers(ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexpr, column=0):
     """Pointers [ROWS, COLS] to consecutive rows; 64-bit only in the scalar part."""
-    base = ptr + tl.cast(first_row, tl.int64) * stride
+    base = ptr + tl.cast(first_row, tl.int64) * stride + column
     return base + (
         tl.arange(0, ROWS).to(tl.int64)[:, None] * stride + tl.arange(0, COLS).to(tl.int64)[None, :]
     )
 
 
 @triton.jit
-def load_tile(
-    ptr, first_row, stride, limit, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+def tile_mask(
+    first_row, limit, column, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Tile [ROWS, COLS] of rows first_row ...; zero from row `limit` and from column WIDTH on."""
+    """What exists of a tile: rows before `limit`, columns before WIDTH. `column`, the first one, is
+    a multiple of COLS less than WIDTH.
+    """
     mask = (first_row + tl.arange(0, ROWS) < limit)[:, None]
-    if WIDTH != COLS:
-        mask = mask & (tl.arange(0, COLS) < WIDTH)[None, :]
-    return tl.load(tile_pointers(ptr, first_row, stride, ROWS, COLS), mask=mask, other=0.0)
+    if WIDTH % COLS != 0:
+        mask = mask & (column + tl.arange(0, COLS) < WIDTH)[None, :]
+    return mask
+
+
+@triton.jit
+def load_tile(
+    ptr, first_row, stride, limit, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
+    column=0,
+):  # fmt: skip
+    """Tile [ROWS, COLS] of rows first_row ... and columns `column` ...; zero from row `limit` and
+    from column WIDTH on.
+    """
+    mask = tile_mask(first_row, limit, column, ROWS, COLS, WIDTH)
+    pointers = tile_pointers(ptr, first_row, stride, ROWS, COLS, column)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def load_full_tile(
-    ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+    ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, column=0
 ):
     """`load_tile` where every row exists."""
-    pointers = tile_pointers(ptr, first_row, stride, ROWS, COLS)
-    if WIDTH != COLS:
-        return tl.load(pointers, mask=(tl.arange(0, COLS) < WIDTH)[None, :], other=0.0)
+    pointers = tile_pointers(ptr, first_row, stride, ROWS, COLS, column)
+    if WIDTH % COLS != 0:
+        mask = (column + tl.arange(0, COLS) < WIDTH)[None, :]
+        return tl.load(pointers, mask=mask, other=0.0)
     else:
         return tl.load(pointers)
 
 
 @triton.jit
 def store_tile(
-    ptr, first_row, stride, limit, tile, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
-):
+    ptr, first_row, stride, limit, tile, ROWS: tl.constexpr, COLS: tl.constexpr,
+    WIDTH: tl.constexpr, column=0,
+):  # fmt: skip
     """Inverse of `load_tile`, cast to the pointer's type."""
-    mask = (first_row + tl.arange(0, ROWS) < limit)[:, None]
-    if WIDTH != COLS:
-        mask = mask & (tl.arange(0, COLS) < WIDTH)[None, :]
-    pointers = tile_pointers(ptr, first_row, stride, ROWS, COLS)
+    mask = tile_mask(first_row, limit, column, ROWS, COLS, WIDTH)
+    pointers = tile_pointers(ptr, first_row, stride, ROWS, COLS, column)
     tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=mask)
 
 
@@ -180,34 +195,54 @@ Source: TypeAlias = TensorDescriptor | tuple
 """Where a kernel fetches tiles from."""
 
 
-def source(x: Tensor, rows: int, descriptors: bool = True) -> Source:
-    """Of x [B, heads, T, width], what `fetch` reads tiles [rows, padded width] of.
-
-    From Hopper on a descriptor: a tile goes from memory to where tensor cores read it, past the
-    registers (TMA), and loops over tiles take up to a third less of them. Before, pointer and
-    strides: the compiler would emulate a descriptor, but not load ahead by it. The stride between
-    rows is a constant of a model and compiled in.
+def pointers(x: Tensor) -> tuple:
+    """Where `fetch` reads and `put` writes tiles of x [B, heads, T, width]: the pointer and
+    strides. That between rows is a constant of a model and compiled in.
     """
-    if descriptors and config.has_tma():
-        tile = [1, 1, rows, padded(x.shape[3])]
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), tile)
     return x, *x.stride()[:2], tl.constexpr(x.stride(2)), tl.constexpr(x.shape[3])
 
 
+def source(x: Tensor, rows: int, columns: int | None = None, *, descriptors: bool = True) -> Source:
+    """Of x [B, heads, T, width], what `fetch` reads tiles [rows, columns] of, whole rows by
+    default.
+
+    From Hopper on a descriptor: a tile goes from memory to where tensor cores read it, past the
+    registers (TMA), and loops over tiles take up to a third less of them. Before, `pointers`: the
+    compiler would emulate a descriptor, but not load ahead by it.
+    """
+    if descriptors and config.has_tma():
+        tile = [1, 1, rows, columns or padded(x.shape[3])]
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), tile)
+    return pointers(x)
+
+
 @triton.jit
-def fetch(source, b, head, row, limit, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Tile [ROWS, COLS] of the rows row ... of a head; zero past the last column and from row
-    `limit` on, where the head ends. None: all rows exist.
+def head_pointer(pointers, b, head):
+    return pointers[0] + tl.cast(b, tl.int64) * pointers[1] + tl.cast(head, tl.int64) * pointers[2]
+
+
+@triton.jit
+def fetch(source, b, head, row, limit, ROWS: tl.constexpr, COLS: tl.constexpr, column=0):
+    """Tile [ROWS, COLS] of the rows row ... of a head and its columns from `column` on, a multiple
+    of COLS; zero past the last column and from row `limit` on, where the head ends. None: all rows
+    exist.
     """
     if isinstance(source, tl.tensor_descriptor):
-        at = [tl.cast(b, tl.int32), tl.cast(head, tl.int32), tl.cast(row, tl.int32), 0]
+        at = [tl.cast(b, tl.int32), tl.cast(head, tl.int32), tl.cast(row, tl.int32), column]
         return tl.reshape(source.load(at), [ROWS, COLS])
     else:
-        ptr = source[0] + tl.cast(b, tl.int64) * source[1] + tl.cast(head, tl.int64) * source[2]
+        ptr = head_pointer(source, b, head)
         if limit is None:
-            return load_full_tile(ptr, row, source[3], ROWS, COLS, source[4])
+            return load_full_tile(ptr, row, source[3], ROWS, COLS, source[4], column)
         else:
-            return load_tile(ptr, row, source[3], limit, ROWS, COLS, source[4])
+            return load_tile(ptr, row, source[3], limit, ROWS, COLS, source[4], column)
+
+
+@triton.jit
+def put(pointers, b, head, row, limit, tile, ROWS: tl.constexpr, COLS: tl.constexpr, column=0):
+    """Inverse of `fetch`, cast to the pointer's type."""
+    ptr = head_pointer(pointers, b, head)
+    store_tile(ptr, row, pointers[3], limit, tile, ROWS, COLS, pointers[4], column)
 
 
 @triton.jit
@@ -232,7 +267,7 @@ def fetch_row(source, b, head, first, COLS: tl.constexpr):
         at = [tl.cast(b, tl.int32), tl.cast(head, tl.int32), first]
         return tl.reshape(source.load(at), [1, COLS])
     else:
-        ptr = source[0] + tl.cast(b, tl.int64) * source[1] + tl.cast(head, tl.int64) * source[2]
+        ptr = head_pointer(source, b, head)
         both = ptr + (first + tl.arange(0, COLS))[:, None] + tl.zeros([1, 2], tl.int32)
         return tl.split(tl.load(both))[0][None, :]
 
