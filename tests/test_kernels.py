@@ -258,6 +258,11 @@ def test_every_kernel_runs_here(launches, monkeypatch):
 OF_KEYS = "k v w beta inverse product k_levels dk dk_moved dk_end dv dw d_beta dx gradient".split()
 
 
+def shape_of(argument):
+    """Of a tensor, by itself or as a kernel fetches tiles of it."""
+    return tuple((argument[0] if isinstance(argument, tuple) else argument).shape)
+
+
 def test_tensors_of_keys_do_not_grow_with_the_query_heads(launches, monkeypatch):
     """Catches k, v, w, or what is made of them, expanded to every query head."""
     monkeypatch.setattr(config, "PRODUCT_ROWS", 64)
@@ -266,14 +271,15 @@ def test_tensors_of_keys_do_not_grow_with_the_query_heads(launches, monkeypatch)
         launches.clear()
         run(kernels, on_device(260, HQ=HQ, H=1, gate=True))
         return {
-            (kernel.fn.__name__, name, i): arguments[f"{name}_ptr"].shape
+            (name, kind, kernel.fn.__name__, i): shape_of(arguments[f"{name}_{kind}"])
             for i, (kernel, arguments) in enumerate(launches)
             for name in OF_KEYS
-            if isinstance(arguments.get(f"{name}_ptr"), torch.Tensor)
+            for kind in ("ptr", "ptrs", "tiles")
+            if arguments.get(f"{name}_{kind}") is not None
         }
 
     one = sizes(1)
-    assert {"k", "v", "w", "k_levels", "dk", "dv", "dw"} <= {name for _, name, _ in one}
+    assert {"k", "v", "w", "k_levels", "dk", "dv", "dw"} <= {name for name, *_ in one}
     assert sizes(4) == one
 
 
