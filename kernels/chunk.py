@@ -12,7 +12,7 @@ With W [C, D] the chunk's unit vectors, B = diag(beta), S = strict upper triangl
 import triton
 import triton.language as tl
 
-from .tiles import dot, kernel, load_square, load_tile, peel, split
+from .tiles import dot, fetch, kernel, load_square, load_tile, peel, split
 
 
 @triton.jit
@@ -78,6 +78,12 @@ def invert_diagonal(n_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(block_ptr + i * CHUNK + column % BLOCK, x[BLOCK - 1 - i])
 
 
+@triton.jit
+def load_beta(beta_ptr, first, stride, T, CHUNK: tl.constexpr):
+    rows = first + tl.arange(0, CHUNK)
+    return tl.load(beta_ptr + rows * stride, mask=rows < T, other=0.0)
+
+
 @kernel
 def chunk_kernel(
     w_ptr, beta_ptr, inverse_ptr, product_ptr, stride_wb, stride_wt, stride_wh, stride_bb,
@@ -124,12 +130,10 @@ def chunk_kernel(
 
 @triton.jit
 def load_factors(
-    w_ptr, beta_ptr, inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    w_tiles, beta_ptr, inverse_ptr, chunk, num_chunks, b, h, head, stride_bt, T,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """W [C, D] and X [C, C] of one chunk; w_ptr and beta_ptr already point at the head."""
-    w = load_tile(w_ptr, chunk * CHUNK, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
-    rows = chunk * CHUNK + tl.arange(0, CHUNK)
-    beta = tl.load(beta_ptr + rows * stride_bt, mask=rows < T, other=0.0)
-    inverse = load_square(inverse_ptr, head.to(tl.int64) * num_chunks + chunk, CHUNK)
-    return w, inverse * beta[None, :]
+    """W [C, D] and X [C, C] of one chunk; beta_ptr already points at the head."""
+    beta = load_beta(beta_ptr, chunk * CHUNK, stride_bt, T, CHUNK)
+    x = load_square(inverse_ptr, head.to(tl.int64) * num_chunks + chunk, CHUNK) * beta[None, :]
+    return fetch(w_tiles, b, h, chunk * CHUNK, T, CHUNK, BLOCK_D), x

@@ -25,6 +25,7 @@ Names with `neg_` hold the negative, so that products accumulate.
 import triton
 import triton.language as tl
 
+from .chunk import load_beta
 from .tiles import kernel, split, turned
 
 
@@ -99,12 +100,6 @@ def store_matrix(ptr, index, tile, CHUNK: tl.constexpr):
     tl.store(
         ptr + tl.cast(index, tl.int64) * (CHUNK * CHUNK) + offsets, tile.to(ptr.dtype.element_ty)
     )
-
-
-@triton.jit
-def load_beta(beta_ptr, first, stride, T, CHUNK: tl.constexpr):
-    rows = first + tl.arange(0, CHUNK)
-    return tl.load(beta_ptr + rows * stride, mask=rows < T, other=0.0)
 
 
 @triton.jit

@@ -84,10 +84,9 @@ def _chunk_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
     """What every kernel shares that reads the chunks' factors W, X."""
     T, H = x.k.shape[1:3]
     return {
-        "w_ptr": x.w,
         "beta_ptr": x.beta,
         "inverse_ptr": frames.inverse,
-        **strides(("w", x.w), ("b", x.beta)),
+        **strides(("b", x.beta)),
         "T": T,
         "H": H,
         "num_chunks": frames.inverse.shape[2],
@@ -95,6 +94,11 @@ def _chunk_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
         "PRECISION": x.precision,
         **x.widths,
     }
+
+
+def _chunk_tiles(x: Tensor, columns: int) -> tiles.Source:
+    """Of x [B, T, heads, D], tiles [CHUNK, columns]."""
+    return tiles.source(x.transpose(1, 2), CHUNK, columns)
 
 
 def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
@@ -119,8 +123,9 @@ def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
     sweep_kernel[(chunks * (x.group + 1), B * H)](
         **_chunk_arguments(x, frames),
         product_tiles=frames.product_tiles(),
-        q_ptr=x.q,
-        k_ptr=x.k,
+        q_tiles=_chunk_tiles(x.q, width),
+        k_tiles=_chunk_tiles(x.k, width),
+        w_tiles=_chunk_tiles(x.w, width),
         q_levels_ptr=frames.q_levels,
         k_levels_ptr=frames.k_levels,
         local_ptr=frames.local,
@@ -128,7 +133,7 @@ def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
         end_ptr=x.document_end,
         q_start_ptr=q_start,
         k_end_ptr=k_end,
-        **strides(("q", x.q), ("k", x.k), ("s", q_start), ("e", k_end)),
+        **strides(("s", q_start), ("e", k_end)),
         num_levels=tiles.num_levels(T),
         total_rows=rows,
         HAS_DOC=x.document_start is not None,
@@ -147,6 +152,8 @@ def _make_products(x: Inputs, frames: Frames) -> None:
     width, levels = x.width, tiles.product_levels(T, x.piece)
     chunk_kernel[(frames.inverse.shape[2], B * H)](
         **_chunk_arguments(x, frames),
+        w_ptr=x.w,
+        **strides(("w", x.w)),
         product_ptr=frames.products,
         num_blocks=tiles.level_blocks(T, 0, x.piece) if levels else 0,
         total_blocks=tiles.total_blocks(T),
@@ -296,6 +303,7 @@ def frames_backward(
         chunk_product_backward_kernel[(chunks, B * H)](
             **factors,
             **_moved_arguments(x, frames, grads),
+            w_tiles=_chunk_tiles(x.w, x.width),
             product_ptr=frames.products,
             parent_ptr=parent,
             size_ptr=size,
@@ -311,6 +319,7 @@ def frames_backward(
         **factors,
         q_ptr=x.q,
         k_ptr=x.k,
+        w_ptr=x.w,
         d_local_ptr=grads.local,
         dx_ptr=dx,
         d_low_ptr=frames.local,
@@ -319,7 +328,8 @@ def frames_backward(
         dk_ptr=dk,
         dw_ptr=dw,
         d_beta_ptr=d_beta,
-        **strides(("q", x.q), ("k", x.k), ("dq", dq), ("dk", dk), ("dw", dw), ("db", d_beta)),
+        **strides(("q", x.q), ("k", x.k), ("w", x.w)),
+        **strides(("dq", dq), ("dk", dk), ("dw", dw), ("db", d_beta)),
         GROUP=x.group,
         HAS_PRODUCT=has_product,
         WIDE=config.contract_columns(x.q.dtype, x.width),

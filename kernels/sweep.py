@@ -23,7 +23,6 @@ from .tiles import (
     dot,
     fetch_square,
     kernel,
-    load_tile,
     rows_of_level,
     store_tile,
     tile_pointers,
@@ -121,11 +120,10 @@ def sweep_rows(
 
 @kernel
 def sweep_kernel(
-    q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, product_tiles, q_levels_ptr, k_levels_ptr,
-    local_ptr, start_ptr, end_ptr, q_start_ptr, k_end_ptr, stride_qb, stride_qt, stride_qh,
-    stride_kb, stride_kt, stride_kh, stride_wb, stride_wt, stride_wh, stride_bb, stride_bt,
-    stride_bh, stride_sb, stride_st, stride_sh, stride_eb, stride_et, stride_eh, T, H, num_chunks,
-    num_levels, total_rows, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_tiles, k_tiles, w_tiles, beta_ptr, inverse_ptr, product_tiles, q_levels_ptr, k_levels_ptr,
+    local_ptr, start_ptr, end_ptr, q_start_ptr, k_end_ptr, stride_bb, stride_bt, stride_bh,
+    stride_sb, stride_st, stride_sh, stride_eb, stride_et, stride_eh, T, H, num_chunks, num_levels,
+    total_rows, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk, side by side: the keys; of every query head of the group the queries and the
@@ -137,7 +135,6 @@ def sweep_kernel(
     q_head = (head * GROUP + g).to(tl.int64)
     head = head.to(tl.int64)
     first = chunk * CHUNK
-    k_ptr += b * stride_kb + h * stride_kh
     document = 0
     reach = T  # no query at or after this position attends to the chunk
     if HAS_DOC:  # ahead of what takes long
@@ -146,14 +143,13 @@ def sweep_kernel(
     offs = tl.arange(0, CHUNK)
     upper = offs[:, None] < offs[None, :]
     w, x = load_factors(
-        w_ptr + b * stride_wb + h * stride_wh, beta_ptr + b * stride_bb + h * stride_bh,
-        inverse_ptr, chunk, num_chunks, head, stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
+        w_tiles, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr, chunk, num_chunks, b, h,
+        head, stride_bt, T, BLOCK_D, CHUNK,
     )  # fmt: skip
-    k = load_tile(k_ptr, first, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
+    k = fetch(k_tiles, b, h, first, T, CHUNK, BLOCK_D)
     up = tl.where(upper, dot(k, tl.trans(w), PRECISION), 0.0)
     if g < GROUP:
-        q_ptr += b * stride_qb + (h * GROUP + g) * stride_qh
-        q = load_tile(q_ptr, first, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
+        q = fetch(q_tiles, b, h * GROUP + g, first, T, CHUNK, BLOCK_D)
         low = tl.where(upper, 0.0, dot(q, tl.trans(w), PRECISION))
         a = dot(low, tl.trans(x), PRECISION)
         local = dot(q, tl.trans(k), PRECISION) - dot(a, tl.trans(up), PRECISION)

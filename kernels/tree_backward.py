@@ -171,12 +171,11 @@ def tree_backward_kernel(
 
 @kernel
 def chunk_product_backward_kernel(
-    w_ptr, beta_ptr, inverse_ptr, q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr,
-    end_ptr, product_ptr, parent_ptr, size_ptr, dx_ptr, dw_ptr, stride_wb, stride_wt, stride_wh,
-    stride_bb, stride_bt, stride_bh, stride_dwb, stride_dwt, stride_dwh, T, H, num_chunks,
-    num_parents, total_rows, moved_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, PIECE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    w_tiles, beta_ptr, inverse_ptr, q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr,
+    start_ptr, end_ptr, product_ptr, parent_ptr, size_ptr, dx_ptr, dw_ptr, stride_bb, stride_bt,
+    stride_bh, stride_dwb, stride_dwt, stride_dwh, T, H, num_chunks, num_parents, total_rows,
+    moved_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The parts of -dX (fp32) and dW that come through the chunk's product P. Where products are
     stored in fp16 dP is taken to 11 bits, as they are; W, of entries up to 1, is exact in fp16.
@@ -184,7 +183,6 @@ def chunk_product_backward_kernel(
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     head = head.to(tl.int64)
-    w_ptr += b * stride_wb + h * stride_wh
     dw_ptr += b * stride_dwb + h * stride_dwh
     gradient = moved_outer(
         q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, CHUNK, 0,
@@ -197,8 +195,8 @@ def chunk_product_backward_kernel(
             0, 0, BLOCK_D, BLOCK_D, BLOCK_D, PRECISION,
         )  # fmt: skip
     w, x = load_factors(
-        w_ptr, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr, chunk, num_chunks, head,
-        stride_wt, stride_bt, T, HEAD_DIM, BLOCK_D, CHUNK,
+        w_tiles, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr, chunk, num_chunks, b, h,
+        head, stride_bt, T, BLOCK_D, CHUNK,
     )  # fmt: skip
     TYPE: tl.constexpr = product_ptr.dtype.element_ty
     MOVE: tl.constexpr = "fp16x3" if TYPE == tl.float16 else PRECISION
