@@ -107,10 +107,10 @@ def sweep_rows(
             else:
                 moves = key_moves(block, half, bound, end_ptr is not None)
                 sibling = block_base + block + 1
-            product = fetch_square(product_tiles, b, h, sibling, BLOCK_D)
             here = row_base + (block // 2 - block) * half + first
             store_tile(levels_ptr, here, BLOCK_D, total_rows, t * size, CHUNK, BLOCK_D, BLOCK_D)
             if moves:
+                product = fetch_square(product_tiles, b, h, sibling, BLOCK_D)
                 t = carry(t, turned(product, QUERIES), PRECISION)
         row_base += rows_of_level(T, level, CHUNK)
         block_base += blocks_of_level(T, level, CHUNK)
