@@ -10,7 +10,16 @@ from . import config, gate, tiles
 from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, row_kernel
 from .attention_forward import attention_forward_kernel
 from .frames import Ends, FrameGradients, Frames, frames_backward, make_frames
-from .inputs import Inputs, dense, groups, positive, streamed_keys, streamed_queries, strides
+from .inputs import (
+    Inputs,
+    dense,
+    dense_like,
+    groups,
+    positive,
+    streamed_keys,
+    streamed_queries,
+    strides,
+)
 
 
 def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
@@ -91,13 +100,11 @@ class Gradients:
 
     @staticmethod
     def empty(x: Inputs) -> "Gradients":
-        def like(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.new_empty(x.shape)
-
         B, T, HQ, _ = x.q.shape
-        q, k, v = (t.new_empty(t.shape) for t in (x.q, x.k, x.v))
+        q, k = dense_like(x.q), dense_like(x.k)
+        w, beta = (None if t is None else t.new_empty(t.shape) for t in (x.w, x.beta))
         sums = (None, None) if x.gate is None else x.gate.new_empty(2, B, HQ, T).unbind()
-        return Gradients(q, k, v, like(x.w), like(x.beta), *sums)
+        return Gradients(q, k, x.v.new_empty(x.v.shape), w, beta, *sums)
 
     def part(self, batch: slice, heads: slice, queries: slice) -> "Gradients":
         return Gradients(
@@ -118,7 +125,8 @@ class Gradients:
 
     def of_inputs(self) -> tuple[Tensor | None, ...]:
         """dq, dk, dv, dw, dbeta, dlog_gate; None where the input is absent."""
-        return self.q, self.k, self.v, self.w, self.beta, self.log_gate()
+        q, k = self.q.contiguous(), self.k.contiguous()
+        return q, k, self.v, self.w, self.beta, self.log_gate()
 
 
 def backward(

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .chunk import load_beta
-from .tiles import kernel, split, turned
+from .tiles import fetch, kernel, put, split, turned
 
 
 @triton.jit
@@ -44,43 +44,6 @@ def add_dot(
     if a.dtype == tl.float32:
         acc = tl.dot(turned(a_low, TRANS_A), turned(b_high, TRANS_B), acc)
     return tl.dot(turned(a_high, TRANS_A), turned(b_high, TRANS_B), acc)
-
-
-@triton.jit
-def slab_mask(
-    first_row, limit, column, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
-):
-    mask = (tl.arange(0, ROWS) < limit - first_row)[:, None]
-    if WIDTH % COLS != 0:
-        mask = mask & (tl.arange(0, COLS) < WIDTH - column)[None, :]
-    return mask
-
-
-@triton.jit
-def load_slab(
-    ptr, first_row, stride, limit, column,
-    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """COLS columns of `load_tile` from `column` on. Scalar base: 32-bit offsets in registers."""
-    mask = slab_mask(first_row, limit, column, ROWS, COLS, WIDTH)
-    base = ptr + (tl.cast(first_row, tl.int64) * stride + column)
-    return tl.load(
-        base + (tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]),
-        mask=mask,
-        other=0.0,
-    )
-
-
-@triton.jit
-def store_slab(
-    ptr, first_row, stride, limit, column, tile,
-    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Inverse of `load_slab`, cast to the pointer's type."""
-    mask = slab_mask(first_row, limit, column, ROWS, COLS, WIDTH)
-    base = ptr + (tl.cast(first_row, tl.int64) * stride + column)
-    offsets = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]
-    tl.store(base + offsets, tile.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -104,17 +67,16 @@ def store_matrix(ptr, index, tile, CHUNK: tl.constexpr):
 
 @triton.jit
 def contract(
-    a_ptr, stride_a, c_ptr, stride_c, w_ptr, stride_w, first, T,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SLAB: tl.constexpr,
-    PRECISION: tl.constexpr,
+    a_tiles, c_tiles, w_tiles, b, a_head, w_head, first, T, HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr, SLAB: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """a W^T and c W^T [C, C] of the chunk at `first`."""
     a_acc = tl.zeros([CHUNK, CHUNK], tl.float32)
     c_acc = a_acc
-    for column in tl.range(0, BLOCK_D, SLAB, num_stages=1):
-        w = load_slab(w_ptr, first, stride_w, T, column, CHUNK, SLAB, HEAD_DIM)
-        a = load_slab(a_ptr, first, stride_a, T, column, CHUNK, SLAB, HEAD_DIM)
-        c = load_slab(c_ptr, first, stride_c, T, column, CHUNK, SLAB, HEAD_DIM)
+    for column in tl.range(0, HEAD_DIM, SLAB, num_stages=STAGES):
+        w = fetch(w_tiles, b, w_head, first, T, CHUNK, SLAB, column)
+        a = fetch(a_tiles, b, a_head, first, T, CHUNK, SLAB, column)
+        c = fetch(c_tiles, b, a_head, first, T, CHUNK, SLAB, column)
         a_acc = add_dot(a_acc, a, w, PRECISION, TRANS_B=True)
         c_acc = add_dot(c_acc, c, w, PRECISION, TRANS_B=True)
     return a_acc, c_acc
@@ -122,46 +84,39 @@ def contract(
 
 @triton.jit
 def overlaps(
-    w_ptr, stride_w, first, T, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    SLAB: tl.constexpr, PRECISION: tl.constexpr,
+    w_tiles, b, h, first, T, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, SLAB: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """W W^T of the chunk at `first`."""
     acc = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for column in tl.range(0, BLOCK_D, SLAB, num_stages=1):
-        w = load_slab(w_ptr, first, stride_w, T, column, CHUNK, SLAB, HEAD_DIM)
+    for column in tl.range(0, HEAD_DIM, SLAB, num_stages=STAGES):
+        w = fetch(w_tiles, b, h, first, T, CHUNK, SLAB, column)
         acc = add_dot(acc, w, w, PRECISION, TRANS_B=True)
     return acc
 
 
 @kernel
 def chunk_backward_kernel(
-    q_ptr, k_ptr, w_ptr, beta_ptr, inverse_ptr, d_local_ptr, dx_ptr, d_low_ptr, neg_a_ptr,
-    dq_ptr, dk_ptr, dw_ptr, d_beta_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
-    stride_wb, stride_wt, stride_wh, stride_bb, stride_bt, stride_bh,
-    stride_dqb, stride_dqt, stride_dqh, stride_dkb, stride_dkt, stride_dkh,
-    stride_dwb, stride_dwt, stride_dwh, stride_dbb, stride_dbt, stride_dbh,
-    T, H, num_chunks,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_PRODUCT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    q_tiles, k_tiles, w_tiles, dq_tiles, dk_tiles, q_ptrs, k_ptrs, w_ptrs, dq_ptrs, dk_ptrs,
+    dw_ptrs, beta_ptr, inverse_ptr, d_local_ptr, dx_ptr, d_low_ptr, neg_a_ptr, d_beta_ptr,
+    stride_bb, stride_bt, stride_bh, stride_dbb, stride_dbt, stride_dbh, T, H, num_chunks,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, HAS_PRODUCT: tl.constexpr,
+    SLAB: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dw, dbeta of one chunk. dq and dk hold those of q_start and k_end before, dw the part
     that comes through P. d_low and neg_a: matrices of every query head of a group, or unused.
+
+    C x C products fetch slabs of `_tiles`. What is expanded to the gradients comes by `_ptrs` to
+    registers: it is added there, and descriptors would be waited for one after another.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     head = head.to(tl.int64)
-    SLAB: tl.constexpr = min(64, BLOCK_D)
-    TILE: tl.constexpr = w_ptr.dtype.element_ty
+    COLS: tl.constexpr = 64
+    TILE: tl.constexpr = w_ptrs[0].dtype.element_ty
     first = chunk * CHUNK
     index = head * num_chunks + chunk
     q_index = head * GROUP * num_chunks + chunk
-    q_ptr += b * stride_qb + h * GROUP * stride_qh
-    dq_ptr += b * stride_dqb + h * GROUP * stride_dqh
-    k_ptr += b * stride_kb + h * stride_kh
-    dk_ptr += b * stride_dkb + h * stride_dkh
-    w_ptr += b * stride_wb + h * stride_wh
-    dw_ptr += b * stride_dwb + h * stride_dwh
     beta_ptr += b * stride_bb + h * stride_bh
     offs = tl.arange(0, CHUNK)
     upper = offs[:, None] < offs[None, :]
@@ -170,9 +125,8 @@ def chunk_backward_kernel(
     beta = load_beta(beta_ptr, first, stride_bt, T, CHUNK)
     x = load_matrix(inverse_ptr, index, CHUNK) * beta[None, :]
     up, neg_de = contract(
-        k_ptr, stride_kt, dk_ptr, stride_dkt, w_ptr, stride_wt, first, T, HEAD_DIM, BLOCK_D, CHUNK,
-        WIDE, PRECISION,
-    )  # fmt: skip
+        k_tiles, dk_tiles, w_tiles, b, h, h, first, T, HEAD_DIM, CHUNK, SLAB, STAGES, PRECISION
+    )
     up = tl.where(upper, up, 0.0)
     neg_e = (-add_dot(zero, up, x, PRECISION)).to(TILE)
     neg_dup = add_dot(zero, neg_de, x, PRECISION, TRANS_B=True)
@@ -186,8 +140,8 @@ def chunk_backward_kernel(
     d_low = zero
     for g in tl.range(GROUP, num_stages=1):
         low, neg_da = contract(
-            q_ptr + g * stride_qh, stride_qt, dq_ptr + g * stride_dqh, stride_dqt, w_ptr, stride_wt,
-            first, T, HEAD_DIM, BLOCK_D, CHUNK, WIDE, PRECISION,
+            q_tiles, dq_tiles, w_tiles, b, h * GROUP + g, h, first, T, HEAD_DIM, CHUNK, SLAB,
+            STAGES, PRECISION,
         )  # fmt: skip
         low = tl.where(upper, 0.0, low)
         a = add_dot(zero, low, x, PRECISION, TRANS_B=True)
@@ -206,7 +160,7 @@ def chunk_backward_kernel(
         zero, load_matrix(inverse_ptr, index, CHUNK, AGAIN=True), neg_dx, PRECISION, TRANS_A=True
     )
     dm = add_dot(zero, neg_y, x, PRECISION, TRANS_B=True)
-    s = overlaps(w_ptr, stride_wt, first, T, HEAD_DIM, BLOCK_D, CHUNK, WIDE, PRECISION)
+    s = overlaps(w_tiles, b, h, first, T, HEAD_DIM, CHUNK, SLAB, STAGES, PRECISION)
     dm = tl.where(upper, dm, 0.0)
     d_beta = tl.sum(dm * s - tl.where(offs[:, None] == offs[None, :], neg_y, 0.0), 1)
     rows = first + offs
@@ -218,40 +172,35 @@ def chunk_backward_kernel(
 
     if GROUP > 1:
         tl.debug_barrier()
-    for column in tl.range(0, BLOCK_D, SLAB, num_stages=1):
-        w = load_slab(w_ptr, first, stride_wt, T, column, CHUNK, SLAB, HEAD_DIM)
-        k = load_slab(k_ptr, first, stride_kt, T, column, CHUNK, SLAB, HEAD_DIM)
-        dw = tl.zeros([SLAB, CHUNK], tl.float32)
+    for column in tl.range(0, HEAD_DIM, COLS, num_stages=1):
+        w = fetch(w_ptrs, b, h, first, T, CHUNK, COLS, column)
+        k = fetch(k_ptrs, b, h, first, T, CHUNK, COLS, column)
+        dw = tl.zeros([COLS, CHUNK], tl.float32)
         dk = dw
         for g in tl.range(GROUP, num_stages=1):
-            q = load_slab(q_ptr + g * stride_qh, first, stride_qt, T, column, CHUNK, SLAB, HEAD_DIM)
-            dq_start = load_slab(
-                dq_ptr + g * stride_dqh, first, stride_dqt, T, column, CHUNK, SLAB, HEAD_DIM
-            )
+            q_head = h * GROUP + g
+            q = fetch(q_ptrs, b, q_head, first, T, CHUNK, COLS, column)
+            dq_start = fetch(dq_ptrs, b, q_head, first, T, CHUNK, COLS, column)
             if GROUP > 1:
                 neg_a = load_matrix(neg_a_ptr, q_index + g * num_chunks, CHUNK).to(TILE)
                 d_low = load_matrix(d_low_ptr, q_index + g * num_chunks, CHUNK)
                 d_local = load_matrix(d_local_ptr, q_index + g * num_chunks, CHUNK).to(TILE)
             dq = add_dot(
-                tl.zeros([SLAB, CHUNK], tl.float32), w, d_low, PRECISION, TRANS_A=True, TRANS_B=True
+                tl.zeros([COLS, CHUNK], tl.float32), w, d_low, PRECISION, TRANS_A=True, TRANS_B=True
             )
             dq = add_dot(dq, k, d_local, PRECISION, TRANS_A=True, TRANS_B=True)
             dq = tl.trans(dq) + dq_start.to(tl.float32)
-            store_slab(
-                dq_ptr + g * stride_dqh, first, stride_dqt, T, column, dq, CHUNK, SLAB, HEAD_DIM
-            )
+            put(dq_ptrs, b, q_head, first, T, dq, CHUNK, COLS, column)
             dk = add_dot(dk, q, d_local, PRECISION, TRANS_A=True)
             dw = add_dot(dw, q, d_low, PRECISION, TRANS_A=True)
             dw = add_dot(dw, dq_start, neg_a, PRECISION, TRANS_A=True)
-        dk_end = load_slab(dk_ptr, first, stride_dkt, T, column, CHUNK, SLAB, HEAD_DIM)
+        dk_end = fetch(dk_ptrs, b, h, first, T, CHUNK, COLS, column)
         dk = add_dot(dk, w, d_up, PRECISION, TRANS_A=True, TRANS_B=True)
         dk = tl.trans(dk) + dk_end.to(tl.float32)
-        store_slab(dk_ptr, first, stride_dkt, T, column, dk, CHUNK, SLAB, HEAD_DIM)
+        put(dk_ptrs, b, h, first, T, dk, CHUNK, COLS, column)
         dw = add_dot(dw, dk_end, neg_e, PRECISION, TRANS_A=True)
         dw = add_dot(dw, k, d_up, PRECISION, TRANS_A=True)
         dw = tl.trans(add_dot(dw, w, ds, PRECISION, TRANS_A=True))
         if HAS_PRODUCT:
-            dw += load_slab(dw_ptr, first, stride_dwt, T, column, CHUNK, SLAB, HEAD_DIM).to(
-                tl.float32
-            )
-        store_slab(dw_ptr, first, stride_dwt, T, column, dw, CHUNK, SLAB, HEAD_DIM)
+            dw += fetch(dw_ptrs, b, h, first, T, CHUNK, COLS, column).to(tl.float32)
+        put(dw_ptrs, b, h, first, T, dw, CHUNK, COLS, column)

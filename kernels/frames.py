@@ -92,13 +92,18 @@ def _chunk_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
         "num_chunks": frames.inverse.shape[2],
         "CHUNK": CHUNK,
         "PRECISION": x.precision,
-        **x.widths,
     }
 
 
-def _chunk_tiles(x: Tensor, columns: int) -> tiles.Source:
+def _chunk_tiles(x: Tensor | None, columns: int) -> tiles.Source:
     """Of x [B, T, heads, D], tiles [CHUNK, columns]."""
+    assert x is not None  # there are reflections
     return tiles.source(x.transpose(1, 2), CHUNK, columns)
+
+
+def _chunk_pointers(x: Tensor | None) -> tuple:
+    assert x is not None
+    return tiles.pointers(x.transpose(1, 2))
 
 
 def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
@@ -136,6 +141,7 @@ def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
         **strides(("s", q_start), ("e", k_end)),
         num_levels=tiles.num_levels(T),
         total_rows=rows,
+        **x.widths,
         HAS_DOC=x.document_start is not None,
         GROUP=x.group,
         num_warps=4,
@@ -157,6 +163,7 @@ def _make_products(x: Inputs, frames: Frames) -> None:
         product_ptr=frames.products,
         num_blocks=tiles.level_blocks(T, 0, x.piece) if levels else 0,
         total_blocks=tiles.total_blocks(T),
+        **x.widths,
         SOLVE=config.SOLVE,
         COLS=min(width, 64),
         num_warps=4,
@@ -294,14 +301,13 @@ def frames_backward(
     x = x.without_documents() if x.piece else x
     B, T, H, _ = x.k.shape
     chunks = frames.inverse.shape[2]
-    factors = _chunk_arguments(x, frames)
     dx = frames.inverse
     has_product = len(tiles.product_levels(T, x.piece)) > 0
     if has_product:
         dx = torch.empty_like(frames.inverse)
         parent, size, count = _products_backward(x, frames, grads, d_product)
         chunk_product_backward_kernel[(chunks, B * H)](
-            **factors,
+            **_chunk_arguments(x, frames),
             **_moved_arguments(x, frames, grads),
             w_tiles=_chunk_tiles(x.w, x.width),
             product_ptr=frames.products,
@@ -312,26 +318,26 @@ def frames_backward(
             **strides(("dw", dw)),
             num_parents=count,
             total_blocks=tiles.total_blocks(T),
+            **x.widths,
             num_warps=4,
             num_stages=1,
         )
+    slab, stages = config.slabs(x.width, config.contract_columns(x.q.dtype, x.width))
+    read = {"q": x.q, "k": x.k, "w": x.w, "dq": dq, "dk": dk}
     chunk_backward_kernel[(chunks, B * H)](
-        **factors,
-        q_ptr=x.q,
-        k_ptr=x.k,
-        w_ptr=x.w,
+        **_chunk_arguments(x, frames),
+        **{f"{name}_tiles": _chunk_tiles(y, slab) for name, y in read.items()},
+        **{f"{name}_ptrs": _chunk_pointers(y) for name, y in {**read, "dw": dw}.items()},
         d_local_ptr=grads.local,
         dx_ptr=dx,
         d_low_ptr=frames.local,
         neg_a_ptr=torch.empty_like(grads.local) if x.group > 1 else grads.local,
-        dq_ptr=dq,
-        dk_ptr=dk,
-        dw_ptr=dw,
         d_beta_ptr=d_beta,
-        **strides(("q", x.q), ("k", x.k), ("w", x.w)),
-        **strides(("dq", dq), ("dk", dk), ("dw", dw), ("db", d_beta)),
+        **strides(("db", d_beta)),
         GROUP=x.group,
+        HEAD_DIM=x.q.shape[3],
         HAS_PRODUCT=has_product,
-        WIDE=config.contract_columns(x.q.dtype, x.width),
+        SLAB=slab,
+        STAGES=stages,
         num_warps=4,
     )

@@ -118,8 +118,13 @@ def dense(x: Tensor) -> Tensor:
     )
     if x.stride(3) == 1 and aligned and x.stride(2) * x.shape[2] < 2**31:
         return x
-    copy = x.new_empty(*x.shape[:3], tiles.cdiv(x.shape[3], unit) * unit)[..., : x.shape[3]]
-    return copy.copy_(x)
+    return dense_like(x).copy_(x)
+
+
+def dense_like(x: Tensor) -> Tensor:
+    """Uninitialised x [B, T, heads, width] that the kernels can read."""
+    unit = 16 // x.element_size()
+    return x.new_empty(*x.shape[:3], tiles.cdiv(x.shape[3], unit) * unit)[..., : x.shape[3]]
 
 
 def near(beta: Tensor) -> Tensor:

@@ -65,6 +65,18 @@ def test_negated_keys_of_an_odd_width():
     check(on_device(70, D=25, w=None), scale=-0.3)
 
 
+def test_gradients_of_an_odd_width():
+    """Catches a descriptor of what the backward wrote, with rows of 100 bytes, and gradients that
+    come back with the padding that it takes.
+    """
+    inputs = on_device(70, D=25, H=1)
+    check(inputs)
+    inputs = inputs.map(torch.detach)
+    out, lse = launch.attention_forward(*inputs, 0.2)
+    grads = launch.attention_backward(out, *inputs, out, lse, 0.2)
+    assert all(x.is_contiguous() for x in grads if x is not None)
+
+
 def test_rectangle_of_one_query_head():
     """Catches a descriptor with the stride of a dimension of one, here 4 bytes."""
     inputs = on_device(64, HQ=1, H=1, gate=True).map(torch.detach)
