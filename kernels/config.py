@@ -156,8 +156,8 @@ def key_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, documents:
 
 
 def hopper() -> bool:
-    """Whether the card has the shared memory (227 KiB; some cards have 99) for what makes the
-    backward faster, which was timed on Hopper alone.
+    """Whether the card has the shared memory (227 KiB; some cards have 99) for loads further ahead,
+    which were timed on Hopper alone.
     """
     return capability()[0] == 9
 

@@ -25,8 +25,10 @@ pytestmark = NAN_IN_ALL_MEMORY
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_by_pointers(kind, monkeypatch):
-    """Catches a stride or a head of another tensor, and rows or columns read past the end."""
-    inputs = on_device(190, D=24, DV=40, **KINDS[kind])
+    """Catches a stride, a head or columns of another tensor, and rows or columns read past the end
+    (40 of width 64 are a slab of 32 and a part of one).
+    """
+    inputs = on_device(190, D=40, DV=24, **KINDS[kind])
     expected = run(kernels, inputs, gradient_of_out(inputs))
     monkeypatch.setattr(config, "has_tma", lambda: False)
     assert_same_bits(run(kernels, inputs, gradient_of_out(inputs)), expected)
