@@ -77,6 +77,20 @@ def clock(function: Callable[[], Any], milliseconds: int) -> list[float]:
     return do_bench(function, warmup=max(25, rep // 4), rep=rep, quantiles=[0.5, 0.2, 0.8])
 
 
+def replayed(function: Callable[[], Any]) -> Callable[[], None]:
+    """The call as a CUDA graph: the same work on the GPU without that of the host."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
 def peak_memory(function: Callable[[], Any]) -> float:
     """GiB that a call needs beyond what is allocated before it; the second call, so that no
     compilation or autotuning counts."""
@@ -96,13 +110,14 @@ def forward_and_backward(problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: torch.autograd.grad(problem.call(), leaves, d_out)
 
 
-def measure(problem: Problem, milliseconds: int) -> list[float]:
+def measure(problem: Problem, args: argparse.Namespace) -> list[float]:
     """Forward: median, p20, p80; both: the same; peak memory in GiB."""
     both = forward_and_backward(problem)
     peak = peak_memory(both)
+    timed = replayed if args.graph else lambda function: function
     with torch.no_grad():
-        forward = clock(problem.call, milliseconds)
-    return [*forward, *clock(both, milliseconds), peak]
+        forward = clock(timed(problem.call), args.rep)
+    return [*forward, *clock(timed(both), args.rep), peak]
 
 
 def guarded(name: str, inputs: Inputs, work: Callable[[Problem], Any]) -> tuple[Any, str]:
@@ -139,7 +154,7 @@ def speed_table(args: argparse.Namespace) -> Rows:
             if inputs is None:
                 yield [name, *shape]
                 continue
-            times, note = guarded(name, inputs, lambda problem: measure(problem, args.rep))
+            times, note = guarded(name, inputs, lambda problem: measure(problem, args))
             reference = times if name == REFERENCE else reference
             ratios = [ratio(times, reference, median) for median in (FORWARD, BOTH)]
             yield [name, *shape, *numbers(times, 7), *ratios, note]
@@ -159,7 +174,7 @@ def documents_table(args: argparse.Namespace) -> Rows:
                     yield [name, *shape, label]
                     continue
                 times, note = guarded(
-                    name, packed(inputs, length), lambda problem: measure(problem, args.rep)
+                    name, packed(inputs, length), lambda problem: measure(problem, args)
                 )
                 without = times if length is None else without
                 cells = numbers(times and times[FORWARD : BOTH + 1 : BOTH], 2)
@@ -400,6 +415,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, default=16384, help="tokens per call, B = tokens / T (default 16384)")
     help_rep = "milliseconds of each measurement, but at least five calls (default 200)"
     add("--rep", type=int, default=200, help=help_rep)
+    add("--graph", action="store_true", help="replay calls as CUDA graphs: without the host's time")
     add("--document-length", type=int, default=2048, metavar="T")
     add("--accuracy-length", type=int, default=4096, metavar="T")
     lengths = [8192, 16384, 32768, 65536, 131072]

@@ -110,6 +110,18 @@ def test_rows_have_ratios_and_failures_have_reasons(capsys, on_cpu):
     assert {row["B"] for row in rows} == {"1"}
 
 
+def test_graph_times_replays(capsys, on_cpu, monkeypatch):
+    """Catches a forward or a backward that is launched though replays were asked for."""
+    captured = []
+    monkeypatch.setattr(
+        benchmark, "replayed", lambda function: captured.append(function) or function
+    )
+    (rows,) = output(capsys, "--only", "path", "fox", *TINY)
+    assert len(rows) == 4 and not captured
+    output(capsys, "--graph", "--only", "path", "fox", *TINY)
+    assert len(captured) == 2 * len(rows)
+
+
 def test_accuracy_is_measured_on_what_was_run(capsys, on_cpu):
     """Catches an error column of another input, or of another d(out)."""
     options = "--accuracy --accuracy-length 70 --widths 16 --only path path_fox".split()

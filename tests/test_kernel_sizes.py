@@ -24,6 +24,7 @@ from kernel_checks import (
 )
 
 from path_backend import ops, path_attention
+from path_backend.benchmark import replayed
 from path_backend.beta import beta_from_logits
 from path_backend.testing import run
 
@@ -102,10 +103,22 @@ def test_the_longest_sequence():
     check(bf16(131_072, **case), torch_form)
 
 
-@pytest.mark.parametrize("heads", [dict(HQ=2, H=1), dict(B=2, HQ=4, H=2)])
-def test_two_runs_give_the_same_bits(heads):
-    """Catches an atomic, a race between warps, a scan whose order depends on the schedule."""
-    inputs = bf16(33_000, D=128, gate=True, documents=True, **heads)
+SCHEDULES = [
+    dict(HQ=2, H=1, D=128, gate=True, documents=True),
+    dict(B=2, HQ=4, H=2, D=128, gate=True, documents=True),
+    dict(HQ=16, H=16, D=128),
+    dict(HQ=16, H=8, D=64),
+    dict(HQ=16, H=8, D=64, gate=True),
+    dict(HQ=8, H=8, D=128, gate=True, w=None),
+]
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_two_runs_give_the_same_bits(case):
+    """Catches an atomic, a race between warps, a scan whose order depends on the schedule, and a
+    copy into a tile that a product still reads.
+    """
+    inputs = bf16(33_000 if "documents" in case else 9000, **case)
     expected = run(kernels, inputs)
     for _ in range(3):
         assert_same_bits(run(kernels, inputs), expected)
@@ -186,6 +199,24 @@ def test_auto_runs_the_kernels(kind):
     """Catches a default that never reaches them."""
     inputs = bf16(2000, D=64, **KINDS[kind])
     assert_same_bits(run(path_attention, inputs), run(kernels, inputs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cuda_graph_replays_forward_and_backward(kind):
+    """Catches a wait for the host, a descriptor or a scratch tensor that does not outlive a call,
+    and anything that the host computes from values.
+    """
+    case = KINDS[kind] | dict(D=64, documents=True)
+    inputs, others = (bf16(1500, seed=seed, **case) for seed in (0, 1))
+    d_out = gradient_of_out(inputs)
+    results = []
+    replay = replayed(lambda: results.append(run(kernels, inputs, d_out)))
+    with torch.no_grad():
+        for x, other in zip(inputs, others, strict=True):
+            if x is not None:
+                x.copy_(other)
+    replay()
+    assert_same_bits(results[-1], run(kernels, others, d_out))
 
 
 def test_wide_heads_with_reflections_fall_back_and_say_so():
