@@ -322,7 +322,7 @@ def frames_backward(
             num_warps=4,
             num_stages=1,
         )
-    slab, stages = config.slabs(x.width, config.contract_columns(x.q.dtype, x.width))
+    slab, stages = config.contract_slabs(x.q.dtype, x.width)
     read = {"q": x.q, "k": x.k, "w": x.w, "dq": dq, "dk": dk}
     chunk_backward_kernel[(chunks, B * H)](
         **_chunk_arguments(x, frames),
@@ -340,4 +340,5 @@ def frames_backward(
         SLAB=slab,
         STAGES=stages,
         num_warps=4,
+        maxnreg=config.CHUNK_BACKWARD_REGISTERS,
     )

@@ -21,6 +21,7 @@ from .tiles import (
     blocks_of_level,
     carry,
     dot,
+    fetch,
     fetch_square,
     kernel,
     rows_of_level,
