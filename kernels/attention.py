@@ -101,7 +101,8 @@ class Gradients:
     @staticmethod
     def empty(x: Inputs) -> "Gradients":
         B, T, HQ, _ = x.q.shape
-        q, k = dense_like(x.q), dense_like(x.k)
+        # with reflections descriptors fetch dq and dk again
+        q, k = (t.new_empty(t.shape) if x.w is None else dense_like(t) for t in (x.q, x.k))
         w, beta = (None if t is None else t.new_empty(t.shape) for t in (x.w, x.beta))
         sums = (None, None) if x.gate is None else x.gate.new_empty(2, B, HQ, T).unbind()
         return Gradients(q, k, x.v.new_empty(x.v.shape), w, beta, *sums)

@@ -80,6 +80,7 @@ def invert_diagonal(n_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_beta(beta_ptr, first, stride, T, CHUNK: tl.constexpr):
+    """beta [C] of the chunk at `first`; missing tokens reflect nothing."""
     rows = first + tl.arange(0, CHUNK)
     return tl.load(beta_ptr + rows * stride, mask=rows < T, other=0.0)
 
@@ -102,7 +103,7 @@ def chunk_kernel(
     w = load_tile(w_ptr, chunk * CHUNK, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
     offs = tl.arange(0, CHUNK)
     rows = chunk * CHUNK + offs
-    beta = tl.load(beta_ptr + rows * stride_bt, mask=rows < T, other=0.0)
+    beta = load_beta(beta_ptr, chunk * CHUNK, stride_bt, T, CHUNK)
     n = beta[:, None] * dot(w, tl.trans(w), PRECISION)
     n = tl.where(offs[:, None] < offs[None, :], n, 0.0)
     square = inverse_ptr + offs[:, None] * CHUNK + offs[None, :]

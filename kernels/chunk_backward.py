@@ -112,7 +112,7 @@ def chunk_backward_kernel(
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     head = head.to(tl.int64)
-    COLS: tl.constexpr = 64
+    COLS: tl.constexpr = 64  # the least width of heads with reflections
     TILE: tl.constexpr = w_ptrs[0].dtype.element_ty
     first = chunk * CHUNK
     index = head * num_chunks + chunk

@@ -156,8 +156,8 @@ def key_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, documents:
 
 
 def hopper() -> bool:
-    """Whether the card has the shared memory (227 KiB; some cards have 99) for loads further ahead,
-    which were timed on Hopper alone.
+    """Whether the card has the shared memory (227 KiB; some cards have 99) for what makes the
+    backward faster, which was timed on Hopper alone.
     """
     return capability()[0] == 9
 
@@ -173,9 +173,9 @@ def early_loads(tile: Tiles) -> int | None:
 def contract_slabs(dtype: torch.dtype, width: int) -> tuple[int, int]:
     """Columns that the chunk backward takes at a time for its C x C products, and pipeline stages.
 
-    On Hopper descriptors copy them past the registers: in slabs of 32 the loads of all are on their
-    way before the first are multiplied (0.46 ms, 0.54 with all columns by pointers). Before, all
-    columns in 16 bits, since it waits for loads more than for anything else.
+    On Hopper descriptors copy them past the registers: in slabs of 32 all are on their way before
+    the first are multiplied, with one stage more than slabs (0.46 ms, 0.54 with all columns by
+    pointers). Elsewhere all columns in 16 bits, since it waits for loads more than for anything.
     """
     if hopper():
         return 32, width // 32 + 1

@@ -95,15 +95,15 @@ def _chunk_arguments(x: Inputs, frames: Frames) -> dict[str, Any]:
     }
 
 
+def _by_head(x: Tensor | None) -> Tensor:
+    """x [B, T, heads, D], there with reflections, as [B, heads, T, D]."""
+    assert x is not None
+    return x.transpose(1, 2)
+
+
 def _chunk_tiles(x: Tensor | None, columns: int) -> tiles.Source:
     """Of x [B, T, heads, D], tiles [CHUNK, columns]."""
-    assert x is not None  # there are reflections
-    return tiles.source(x.transpose(1, 2), CHUNK, columns)
-
-
-def _chunk_pointers(x: Tensor | None) -> tuple:
-    assert x is not None
-    return tiles.pointers(x.transpose(1, 2))
+    return tiles.source(_by_head(x), CHUNK, columns)
 
 
 def make_frames(x: Inputs, ends: Ends | None = None) -> Frames:
@@ -327,7 +327,10 @@ def frames_backward(
     chunk_backward_kernel[(chunks, B * H)](
         **_chunk_arguments(x, frames),
         **{f"{name}_tiles": _chunk_tiles(y, slab) for name, y in read.items()},
-        **{f"{name}_ptrs": _chunk_pointers(y) for name, y in {**read, "dw": dw}.items()},
+        **{
+            f"{name}_ptrs": tiles.pointer_source(_by_head(y))
+            for name, y in {**read, "dw": dw}.items()
+        },
         d_local_ptr=grads.local,
         dx_ptr=dx,
         d_low_ptr=frames.local,

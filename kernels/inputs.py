@@ -122,7 +122,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def dense_like(x: Tensor) -> Tensor:
-    """Uninitialised x [B, T, heads, width] that the kernels can read."""
+    """Uninitialised, of the shape of x [B, T, heads, width], such that the kernels can read it."""
     unit = 16 // x.element_size()
     return x.new_empty(*x.shape[:3], tiles.cdiv(x.shape[3], unit) * unit)[..., : x.shape[3]]
 
@@ -240,7 +240,9 @@ def streamed_keys(k: Tensor, v: Tensor, gate: Tensor | None, tile: config.Tiles)
     return {
         "k_tiles": tiles.source(k, rows, descriptors=descriptors),
         "v_tiles": tiles.source(v.transpose(1, 2), rows, descriptors=descriptors),
-        "gate_tiles": None if gate is None else tiles.row_source(gate, rows, descriptors),
+        "gate_tiles": None
+        if gate is None
+        else tiles.row_source(gate, rows, descriptors=descriptors),
         "BLOCK_N": rows,
     }
 

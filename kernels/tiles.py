@@ -169,13 +169,12 @@ def load_tile(
 
 @triton.jit
 def load_full_tile(
-    ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, column=0
+    ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """`load_tile` where every row exists."""
-    pointers = tile_pointers(ptr, first_row, stride, ROWS, COLS, column)
-    if WIDTH % COLS != 0:
-        mask = (column + tl.arange(0, COLS) < WIDTH)[None, :]
-        return tl.load(pointers, mask=mask, other=0.0)
+    """`load_tile` of whole rows that all exist."""
+    pointers = tile_pointers(ptr, first_row, stride, ROWS, COLS)
+    if WIDTH != COLS:
+        return tl.load(pointers, mask=(tl.arange(0, COLS) < WIDTH)[None, :], other=0.0)
     else:
         return tl.load(pointers)
 
@@ -195,9 +194,10 @@ Source: TypeAlias = TensorDescriptor | tuple
 """Where a kernel fetches tiles from."""
 
 
-def pointers(x: Tensor) -> tuple:
+def pointer_source(x: Tensor) -> tuple:
     """Where `fetch` reads and `put` writes tiles of x [B, heads, T, width]: the pointer and
-    strides. That between rows is a constant of a model and compiled in.
+    strides. That between rows is compiled in: a constant of a model, and of the batch size where
+    that is a dimension between tokens and heads.
     """
     return x, *x.stride()[:2], tl.constexpr(x.stride(2)), tl.constexpr(x.shape[3])
 
@@ -207,13 +207,13 @@ def source(x: Tensor, rows: int, columns: int | None = None, *, descriptors: boo
     default.
 
     From Hopper on a descriptor: a tile goes from memory to where tensor cores read it, past the
-    registers (TMA), and loops over tiles take up to a third less of them. Before, `pointers`: the
-    compiler would emulate a descriptor, but not load ahead by it.
+    registers (TMA), and loops over tiles take up to a third less of them. Before, a
+    `pointer_source`: the compiler would emulate a descriptor, but not load ahead by it.
     """
     if descriptors and config.has_tma():
         tile = [1, 1, rows, columns or padded(x.shape[3])]
         return TensorDescriptor(x, list(x.shape), list(x.stride()), tile)
-    return pointers(x)
+    return pointer_source(x)
 
 
 @triton.jit
@@ -224,8 +224,8 @@ def head_pointer(pointers, b, head):
 @triton.jit
 def fetch(source, b, head, row, limit, ROWS: tl.constexpr, COLS: tl.constexpr, column=0):
     """Tile [ROWS, COLS] of the rows row ... of a head and its columns from `column` on, a multiple
-    of COLS; zero past the last column and from row `limit` on, where the head ends. None: all rows
-    exist.
+    of COLS; zero past the last column and from row `limit` on, where the head ends. None: whole
+    rows that all exist.
     """
     if isinstance(source, tl.tensor_descriptor):
         at = [tl.cast(b, tl.int32), tl.cast(head, tl.int32), tl.cast(row, tl.int32), column]
@@ -233,7 +233,7 @@ def fetch(source, b, head, row, limit, ROWS: tl.constexpr, COLS: tl.constexpr, c
     else:
         ptr = head_pointer(source, b, head)
         if limit is None:
-            return load_full_tile(ptr, row, source[3], ROWS, COLS, source[4], column)
+            return load_full_tile(ptr, row, source[3], ROWS, COLS, source[4])
         else:
             return load_tile(ptr, row, source[3], limit, ROWS, COLS, source[4], column)
 
@@ -251,7 +251,7 @@ def fetch_square(source, b, head, index, SIZE: tl.constexpr):
     return fetch(source, b, head, index * SIZE, None, SIZE, SIZE)
 
 
-def row_source(x: Tensor, columns: int, descriptors: bool) -> Source:
+def row_source(x: Tensor, columns: int, *, descriptors: bool) -> Source:
     """`source` of x [B, heads, T] for `fetch_row`; T is a multiple of `columns`."""
     if descriptors and config.has_tma():
         return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, columns])

@@ -78,7 +78,9 @@ def clock(function: Callable[[], Any], milliseconds: int) -> list[float]:
 
 
 def replayed(function: Callable[[], Any]) -> Callable[[], None]:
-    """The call as a CUDA graph: the same work on the GPU without that of the host."""
+    """The call as a CUDA graph: the same work on the GPU without that of the host. What the call
+    reads must live as long.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -415,7 +417,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, default=16384, help="tokens per call, B = tokens / T (default 16384)")
     help_rep = "milliseconds of each measurement, but at least five calls (default 200)"
     add("--rep", type=int, default=200, help=help_rep)
-    add("--graph", action="store_true", help="replay calls as CUDA graphs: without the host's time")
+    add("--graph", action="store_true", help="speed, documents: replay CUDA graphs, no host")
     add("--document-length", type=int, default=2048, metavar="T")
     add("--accuracy-length", type=int, default=4096, metavar="T")
     lengths = [8192, 16384, 32768, 65536, 131072]
