@@ -5,6 +5,7 @@ A time compares two choices on the day of the choice, on one H200 in bf16, with 
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -67,7 +68,15 @@ Blackwell), and the least they need (sm_86, 89, 120).
 
 def capability() -> tuple[int, int]:
     """Of the current card. The interpreter runs what Hopper runs."""
-    return (9, 0) if triton.knobs.runtime.interpret else torch.cuda.get_device_capability()
+    if triton.knobs.runtime.interpret:
+        return 9, 0
+    return _capability(torch.cuda.current_device())
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    """Asked 24 times a call."""
+    return torch.cuda.get_device_capability(device)
 
 
 def shared_memory() -> int:
