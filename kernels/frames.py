@@ -323,14 +323,13 @@ def frames_backward(
             num_stages=1,
         )
     slab, stages = config.contract_slabs(x.q.dtype, x.width)
-    read = {"q": x.q, "k": x.k, "w": x.w, "dq": dq, "dk": dk}
+    fetched = {"q": x.q, "k": x.k, "w": x.w, "dq": dq, "dk": dk}
+    by_head = {name: _by_head(y) for name, y in fetched.items()}
     chunk_backward_kernel[(chunks, B * H)](
         **_chunk_arguments(x, frames),
-        **{f"{name}_tiles": _chunk_tiles(y, slab) for name, y in read.items()},
-        **{
-            f"{name}_ptrs": tiles.pointer_source(_by_head(y))
-            for name, y in {**read, "dw": dw}.items()
-        },
+        **{f"{name}_tiles": tiles.source(y, CHUNK, slab) for name, y in by_head.items()},
+        **{f"{name}_ptrs": tiles.pointer_source(y) for name, y in by_head.items()},
+        dw_ptrs=tiles.pointer_source(_by_head(dw)),
         d_local_ptr=grads.local,
         dx_ptr=dx,
         d_low_ptr=frames.local,
