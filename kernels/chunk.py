@@ -12,7 +12,7 @@ With W [C, D] the chunk's unit vectors, B = diag(beta), S = strict upper triangl
 import triton
 import triton.language as tl
 
-from .tiles import dot, fetch, kernel, load_square, load_tile, peel, split
+from .tiles import dot, fetch, kernel, load_square, load_tile, peel, split, store_square
 
 
 @triton.jit
@@ -102,27 +102,23 @@ def chunk_kernel(
     product_ptr += (head * total_blocks + chunk) * BLOCK_D * BLOCK_D
     w = load_tile(w_ptr, chunk * CHUNK, stride_wt, T, CHUNK, BLOCK_D, HEAD_DIM)
     offs = tl.arange(0, CHUNK)
-    rows = chunk * CHUNK + offs
     beta = load_beta(beta_ptr, chunk * CHUNK, stride_bt, T, CHUNK)
     n = beta[:, None] * dot(w, tl.trans(w), PRECISION)
     n = tl.where(offs[:, None] < offs[None, :], n, 0.0)
-    square = inverse_ptr + offs[:, None] * CHUNK + offs[None, :]
     # through memory: cutting blocks out of a tile in registers costs 200 of them
-    tl.store(square, n)
+    store_square(inverse_ptr, 0, n, CHUNK)
     tl.debug_barrier()
     invert_diagonal(inverse_ptr, CHUNK, 16)
     tl.debug_barrier()
     merge_blocks(inverse_ptr, CHUNK, 16, SOLVE)
     merge_blocks(inverse_ptr, CHUNK, 32, SOLVE)
-    inverse = tl.load(square)
+    inverse = load_square(inverse_ptr, 0, CHUNK)
     if chunk < num_blocks:
         x = inverse * beta[None, :]
         offs_d = tl.arange(0, BLOCK_D)
         for c0 in tl.range(0, BLOCK_D, COLS, num_stages=1):
             cols = c0 + tl.arange(0, COLS)
-            columns = w_ptr + rows.to(tl.int64)[:, None] * stride_wt + cols[None, :]
-            mask = (rows < T)[:, None] & (cols < HEAD_DIM)[None, :]
-            w_cols = tl.load(columns, mask=mask, other=0.0)
+            w_cols = load_tile(w_ptr, chunk * CHUNK, stride_wt, T, CHUNK, COLS, HEAD_DIM, c0)
             product = tl.where(offs_d[:, None] == cols[None, :], 1.0, 0.0)
             product -= dot(tl.trans(w), dot(x, w_cols, PRECISION), PRECISION)
             pointers = product_ptr + offs_d[:, None] * BLOCK_D + cols[None, :]

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .chunk import load_beta
-from .tiles import fetch, kernel, put, split, turned
+from .tiles import fetch, kernel, load_square, put, split, store_square, turned
 
 
 @triton.jit
@@ -44,25 +44,6 @@ def add_dot(
     if a.dtype == tl.float32:
         acc = tl.dot(turned(a_low, TRANS_A), turned(b_high, TRANS_B), acc)
     return tl.dot(turned(a_high, TRANS_A), turned(b_high, TRANS_B), acc)
-
-
-@triton.jit
-def load_matrix(ptr, index, CHUNK: tl.constexpr, AGAIN: tl.constexpr = False):
-    """Matrix `index` of a stack. AGAIN: not merged with a load whose tile would then stay live."""
-    offsets = tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    base = ptr + tl.cast(index, tl.int64) * (CHUNK * CHUNK)
-    if AGAIN:
-        return tl.load(base + offsets, cache_modifier=".cg")
-    else:
-        return tl.load(base + offsets)
-
-
-@triton.jit
-def store_matrix(ptr, index, tile, CHUNK: tl.constexpr):
-    offsets = tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    tl.store(
-        ptr + tl.cast(index, tl.int64) * (CHUNK * CHUNK) + offsets, tile.to(ptr.dtype.element_ty)
-    )
 
 
 @triton.jit
@@ -123,7 +104,7 @@ def chunk_backward_kernel(
     zero = tl.zeros([CHUNK, CHUNK], tl.float32)
 
     beta = load_beta(beta_ptr, first, stride_bt, T, CHUNK)
-    x = load_matrix(inverse_ptr, index, CHUNK) * beta[None, :]
+    x = load_square(inverse_ptr, index, CHUNK) * beta[None, :]
     up, neg_de = contract(
         k_tiles, dk_tiles, w_tiles, b, h, h, first, T, HEAD_DIM, CHUNK, SLAB, STAGES, PRECISION
     )
@@ -132,7 +113,7 @@ def chunk_backward_kernel(
     neg_dup = add_dot(zero, neg_de, x, PRECISION, TRANS_B=True)
     neg_dx = zero
     if HAS_PRODUCT:
-        neg_dx = load_matrix(dx_ptr, index, CHUNK)
+        neg_dx = load_square(dx_ptr, index, CHUNK)
     neg_dx = add_dot(neg_dx, up, neg_de, PRECISION, TRANS_A=True)
 
     neg_a = zero.to(TILE)
@@ -146,18 +127,18 @@ def chunk_backward_kernel(
         low = tl.where(upper, 0.0, low)
         a = add_dot(zero, low, x, PRECISION, TRANS_B=True)
         neg_a = (-a).to(TILE)
-        d_local = load_matrix(d_local_ptr, q_index + g * num_chunks, CHUNK).to(TILE)
+        d_local = load_square(d_local_ptr, q_index + g * num_chunks, CHUNK).to(TILE)
         neg_dup = add_dot(neg_dup, d_local, a, PRECISION, TRANS_A=True)
         neg_da = add_dot(neg_da, d_local, up, PRECISION)
         neg_dx = add_dot(neg_dx, neg_da, low, PRECISION, TRANS_A=True)
         d_low = tl.where(upper, 0.0, -add_dot(zero, neg_da, x, PRECISION))
         if GROUP > 1:
-            store_matrix(neg_a_ptr, q_index + g * num_chunks, neg_a, CHUNK)
-            store_matrix(d_low_ptr, q_index + g * num_chunks, d_low, CHUNK)
+            store_square(neg_a_ptr, q_index + g * num_chunks, neg_a, CHUNK)
+            store_square(d_low_ptr, q_index + g * num_chunks, d_low, CHUNK)
     d_up = tl.where(upper, -neg_dup, 0.0)
 
     neg_y = add_dot(
-        zero, load_matrix(inverse_ptr, index, CHUNK, AGAIN=True), neg_dx, PRECISION, TRANS_A=True
+        zero, load_square(inverse_ptr, index, CHUNK, AGAIN=True), neg_dx, PRECISION, TRANS_A=True
     )
     dm = add_dot(zero, neg_y, x, PRECISION, TRANS_B=True)
     s = overlaps(w_tiles, b, h, first, T, HEAD_DIM, CHUNK, SLAB, STAGES, PRECISION)
@@ -182,9 +163,9 @@ def chunk_backward_kernel(
             q = fetch(q_ptrs, b, q_head, first, T, CHUNK, COLS, column)
             dq_start = fetch(dq_ptrs, b, q_head, first, T, CHUNK, COLS, column)
             if GROUP > 1:
-                neg_a = load_matrix(neg_a_ptr, q_index + g * num_chunks, CHUNK).to(TILE)
-                d_low = load_matrix(d_low_ptr, q_index + g * num_chunks, CHUNK)
-                d_local = load_matrix(d_local_ptr, q_index + g * num_chunks, CHUNK).to(TILE)
+                neg_a = load_square(neg_a_ptr, q_index + g * num_chunks, CHUNK).to(TILE)
+                d_low = load_square(d_low_ptr, q_index + g * num_chunks, CHUNK)
+                d_local = load_square(d_local_ptr, q_index + g * num_chunks, CHUNK).to(TILE)
             dq = add_dot(
                 tl.zeros([COLS, CHUNK], tl.float32), w, d_low, PRECISION, TRANS_A=True, TRANS_B=True
             )

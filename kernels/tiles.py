@@ -273,9 +273,22 @@ def fetch_row(source, b, head, first, COLS: tl.constexpr):
 
 
 @triton.jit
-def load_square(ptr, index, SIZE: tl.constexpr):
-    """Matrix `index` of a stack [..., SIZE, SIZE]."""
-    return tl.load(tile_pointers(ptr, index * SIZE, SIZE, SIZE, SIZE))
+def square_pointers(ptr, index, SIZE: tl.constexpr):
+    """Pointers to matrix `index` of a stack [..., SIZE, SIZE]."""
+    offsets = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    return ptr + tl.cast(index, tl.int64) * (SIZE * SIZE) + offsets
+
+
+@triton.jit
+def load_square(ptr, index, SIZE: tl.constexpr, AGAIN: tl.constexpr = False):
+    """Matrix `index`. AGAIN: not merged with a load whose tile would then stay live."""
+    return tl.load(square_pointers(ptr, index, SIZE), cache_modifier=".cg" if AGAIN else "")
+
+
+@triton.jit
+def store_square(ptr, index, tile, SIZE: tl.constexpr):
+    """Inverse of `load_square`, cast to the pointer's type."""
+    tl.store(square_pointers(ptr, index, SIZE), tile.to(ptr.dtype.element_ty))
 
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)

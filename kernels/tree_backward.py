@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 
 from .chunk import load_factors
-from .chunk_backward import add_dot, store_matrix
+from .chunk_backward import add_dot
 from .sweep import crossed
-from .tiles import dot, kernel, load_tile, store_tile, tile_pointers
+from .tiles import dot, kernel, load_tile, store_square, store_tile, tile_pointers
 
 
 @triton.jit
@@ -206,6 +206,6 @@ def chunk_product_backward_kernel(
     v = dot(w.to(TYPE), tl.trans(gradient), MOVE) * size
     neg_dw = add_dot(zero, x, v, PRECISION)
     u = dot(w.to(TYPE), gradient, MOVE) * size
-    store_matrix(dx_ptr, head * num_chunks + chunk, dot(u, tl.trans(w), PRECISION), CHUNK)
+    store_square(dx_ptr, head * num_chunks + chunk, dot(u, tl.trans(w), PRECISION), CHUNK)
     neg_dw = add_dot(neg_dw, x, u, PRECISION, TRANS_A=True)
     store_tile(dw_ptr, chunk * CHUNK, stride_dwt, T, -neg_dw, CHUNK, BLOCK_D, HEAD_DIM)
