@@ -7,8 +7,8 @@ attention to the left sibling's keys. Without reflections the same passes run ov
 and k.
 
 Gate: G is a running sum, in log2 units. It is kept as fp32 sums from the start of each GATE_SPAN
-tokens and fp64 offsets of these spans, so that differences of near pairs stay exact at any
-position.
+tokens and fp64 offsets of these spans, so that differences of near pairs are as precise at any
+position: to 2^-24 of what one span forgets.
 """
 
 import triton

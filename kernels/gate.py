@@ -4,8 +4,8 @@
     offset = the part up to the first token of t's span, fp64;   gate = what follows in it, fp32
     d(g)_t = sum of d(G)_s over s >= t,   d(G) = row_sum - col_sum of the logits' gradient
 
-Differences of near pairs stay exact at any position, and so does the suffix sum of a million signed
-terms: all sums are formed in fp64 and rounded once.
+Differences of near pairs are right to 2^-24 of what a span forgets at any position, and the suffix
+sum of a million signed terms to that of the result: all sums are formed in fp64 and rounded once.
 
 Both directions first sum every span, then add up inside spans. A program takes one span of HEADS
 heads, and itself sums what it needs of the other spans' totals, in a fixed order: at 131,072 tokens
@@ -32,9 +32,9 @@ HEADS = tl.constexpr(8)
 def place(T, HQ):
     """Of a program: its batch, heads [HEADS, 1], tokens [1, SPAN], and which of them exist."""
     parts = tl.cdiv(HQ, HEADS)
-    b = (tl.program_id(1) // parts).to(tl.int64)
-    tokens = (tl.program_id(0) * GATE_SPAN + tl.arange(0, GATE_SPAN))[None, :]
-    heads = (tl.program_id(1) % parts * HEADS + tl.arange(0, HEADS))[:, None]
+    b = (tl.program_id(0) // parts).to(tl.int64)
+    tokens = (tl.program_id(1) * GATE_SPAN + tl.arange(0, GATE_SPAN))[None, :]
+    heads = (tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS))[:, None]
     return b, heads, tokens, (heads < HQ) & (tokens < T)
 
 
@@ -58,7 +58,7 @@ def load_gradients(row_sum_ptr, col_sum_ptr, rows, tokens, mask, T):
 @triton.jit
 def store_totals(total_ptr, rows, heads, terms, HQ):
     """A span's sums, into total [B, HQ, spans]."""
-    at = rows * tl.num_programs(0) + tl.program_id(0)
+    at = rows * tl.num_programs(1) + tl.program_id(1)
     tl.store(total_ptr + at, tl.sum(terms, 1)[:, None], mask=heads < HQ)
 
 
@@ -69,7 +69,7 @@ def sum_of_spans(total_ptr, rows, heads, first, end, HQ):
     for start in tl.range(first, end, GATE_SPAN, num_stages=1):
         spans = (start + tl.arange(0, GATE_SPAN))[None, :]
         mask = (heads < HQ) & (spans < end)
-        acc += tl.load(total_ptr + rows * tl.num_programs(0) + spans, mask=mask, other=0.0)
+        acc += tl.load(total_ptr + rows * tl.num_programs(1) + spans, mask=mask, other=0.0)
     return tl.sum(acc, 1)[:, None]
 
 
@@ -92,13 +92,13 @@ def gate_kernel(
     b, heads, tokens, mask = place(T, HQ)
     rows = b * HQ + heads
     terms = load_log_gates(log_gate_ptr, b, heads, tokens, mask, stride_lb, stride_lt, stride_lh)
-    span = tl.program_id(0)
+    span = tl.program_id(1)
     first = tl.sum(tl.where(tokens == span * GATE_SPAN, terms, 0.0), 1)[:, None]
     gate = tl.cumsum(terms, 1) - first
-    whole = tl.num_programs(0) * GATE_SPAN
+    whole = tl.num_programs(1) * GATE_SPAN
     tl.store(gate_ptr + rows * whole + tokens, gate.to(tl.float32), mask=heads < HQ)
     offset = sum_of_spans(total_ptr, rows, heads, 0, span, HQ) + first
-    tl.store(offset_ptr + rows * tl.num_programs(0) + span, offset, mask=heads < HQ)
+    tl.store(offset_ptr + rows * tl.num_programs(1) + span, offset, mask=heads < HQ)
 
 
 @kernel
@@ -116,7 +116,7 @@ def gate_gradient_kernel(row_sum_ptr, col_sum_ptr, total_ptr, d_log_gate_ptr, T,
     b, heads, tokens, mask = place(T, HQ)
     rows = b * HQ + heads
     terms = load_gradients(row_sum_ptr, col_sum_ptr, rows, tokens, mask, T)
-    rest = sum_of_spans(total_ptr, rows, heads, tl.program_id(0), tl.num_programs(0), HQ)
+    rest = sum_of_spans(total_ptr, rows, heads, tl.program_id(1), tl.num_programs(1), HQ)
     suffix = rest - (tl.cumsum(terms, 1) - terms)
     tl.store(d_log_gate_ptr + (b * T + tokens) * HQ + heads, suffix.to(tl.float32), mask=mask)
 
@@ -137,7 +137,7 @@ def running_sums(log_gate: Tensor) -> tuple[Tensor, Tensor]:
         "T": T,
         "HQ": HQ,
     }
-    grid = (spans, B * cdiv(HQ, HEADS.value))
+    grid = (B * cdiv(HQ, HEADS.value), spans)
     gate_totals_kernel[grid](**shared)
     gate_kernel[grid](**shared, gate_ptr=gate, offset_ptr=offset)
     return gate, offset
@@ -157,7 +157,7 @@ def gradient(row_sum: Tensor, col_sum: Tensor) -> Tensor:
         "HQ": HQ,
     }
     d_log_gate = row_sum.new_empty(B, T, HQ)
-    grid = (spans, B * cdiv(HQ, HEADS.value))
+    grid = (B * cdiv(HQ, HEADS.value), spans)
     gate_gradient_totals_kernel[grid](**shared)
     gate_gradient_kernel[grid](**shared, d_log_gate_ptr=d_log_gate)
     return d_log_gate

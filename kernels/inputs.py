@@ -135,8 +135,9 @@ def near(beta: Tensor) -> Tensor:
 
 
 def differentiable(x: Tensor) -> Tensor:
-    """fp16 inputs are differentiated in fp32 storage and tf32 products, which hold fp16 values
-    exactly: a mean loss over a million tokens has gradients of 1e-7, where fp16 has no digits left.
+    """fp16 inputs are differentiated in fp32 storage and products of three tf32 terms, which hold
+    fp16 values exactly: a mean loss over a million tokens has gradients of 1e-7, where fp16 has no
+    digits left.
     """
     return x.float() if x.dtype == torch.float16 else x
 

@@ -41,6 +41,8 @@ def unsupported_reason(
     document_start: Tensor | None,
 ) -> str | None:
     """Why the kernels do not cover this case, or None if they do."""
+    if torch.version.hip is not None or config.capability() < (8, 0):
+        return "they need an NVIDIA GPU of compute capability 8.0 or newer"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"dtype {q.dtype} is not bfloat16, float16 or float32"
     limit = 256 if w is None else MAX_HEAD_DIM

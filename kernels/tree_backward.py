@@ -178,7 +178,7 @@ def chunk_product_backward_kernel(
     CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The parts of -dX (fp32) and dW that come through the chunk's product P. Where products are
-    stored in fp16 dP is taken to 11 bits, as they are; W, of entries up to 1, is exact in fp16.
+    stored in fp16 dP is taken to 11 bits, as they are; W to 2^-25 in fp16.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from path_backend import ops
+from path_backend.sharded import Inputs
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -39,10 +40,11 @@ def path_attention(
         w: [B, T, H, D], used as given: PaTH wants unit vectors (normalised in fp32, then cast).
             None, together with beta: no reflections.
         beta: [B, T, H], any floating dtype, taken as fp32 (fp64 if q is fp64). Used as given:
-            `beta_from_logits` gives one in [0, 2) that keeps the products contractive.
+            `beta_from_logits` gives one in [0, 2) that keeps the products contractive. The kernels
+            need that of 16-bit inputs, |1 - beta |w|^2| <= 1: they hold products in fp16.
         log_gate: [B, T, HQ], natural logarithm of the forget gate, finite and <= 0, in any floating
-            dtype, taken as fp32 (fp64 if q is fp64). The kernels take less than -354 (2^-512) for
-            that. None: no gate.
+            dtype, taken as fp32 (fp64 if q is fp64). Less than -354 (2^-512) is taken for that.
+            None: no gate.
         scale: of the dot products, default D^-0.5. The gate is added after it.
         document_start: int32 [B, T], index of the first token of each token's document. Keys before
             it are masked; the reflections need no reset. None: one document.
@@ -53,8 +55,8 @@ def path_attention(
 
     Returns:
         [B, T, HQ, DV] in q's dtype. Memory is linear in T up to a logarithmic factor, in both
-        directions. Gradients have the dtypes of the inputs; there are no second derivatives and
-        no forward-mode ones.
+        directions. Gradients have the dtypes of the inputs; there are no second derivatives, no
+        forward-mode ones, and none through torch.func (grad, vjp, jacrev; vmap works).
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values of
@@ -65,20 +67,15 @@ def path_attention(
     Source: Yang et al., PaTH Attention (NeurIPS 2025), sections 2 and 3; the gate is that of
     Lin et al., Forgetting Transformer (ICLR 2025). path_backend/dyadic.py describes the algorithm.
     """
-    inputs = (q, k, v, w, beta, log_gate, document_start)
+    inputs = Inputs(q, k, v, w, beta, log_gate, document_start)
     inputs, scale = prepare(inputs, scale, gate_scale, implementation)
     out, _ = torch.ops.path_backend.attention(*inputs, scale, implementation)
     return out
 
 
-Arguments = tuple[
-    Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None
-]
-
-
 def prepare(
-    inputs: Arguments, scale: float | None, gate_scale: float, implementation: str
-) -> tuple[Arguments, float]:
+    inputs: Inputs, scale: float | None, gate_scale: float, implementation: str
+) -> tuple[Inputs, float]:
     """Checks the arguments of path_attention; returns tensors and scale as the op takes them."""
     q, k, v, w, beta, log_gate, document_start = inputs
     _check(q, k, v, w, beta, log_gate, document_start, implementation)
@@ -95,7 +92,7 @@ def prepare(
         if gate_scale != 1.0:
             log_gate = log_gate * gate_scale
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return (q, k, v, w, beta, log_gate, document_start), scale
+    return inputs._replace(beta=beta, log_gate=log_gate), scale
 
 
 def _check(

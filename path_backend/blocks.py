@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from path_backend import tiles
+from path_backend import softmax
 from path_backend.dyadic import Slice, fold, slice_backward, slice_forward, slices, sweep, unfold
 
 
@@ -244,7 +244,7 @@ class _Rectangle:
         """Rows of at most TILE_ELEMENTS logits, less those that documents hide (seen on CPU)."""
         B, H, n_rows, R, _ = self.q.shape
         keys = self.k.shape[2]
-        step = max(1, tiles.TILE_ELEMENTS // (B * H * R * keys))
+        step = max(1, softmax.TILE_ELEMENTS // (B * H * R * keys))
         for start in range(0, n_rows, step):
             at = slice(start, min(start + step, n_rows))
             if not self._hidden(at, keys):

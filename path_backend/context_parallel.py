@@ -10,6 +10,7 @@ from torch import Tensor
 from path_backend.attention import prepare
 from path_backend.exchange import METHODS
 from path_backend.layout import Layout, layout_from_positions
+from path_backend.sharded import Inputs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,7 +65,7 @@ def context_parallel_attention(
         raise ValueError(f"rotate_method must be one of {ROTATE_METHODS}, got {rotate_method!r}")
     if layout.ranks != group.size():
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {group.size()}")
-    inputs = (q, k, v, w, beta, log_gate, document_start)
+    inputs = Inputs(q, k, v, w, beta, log_gate, document_start)
     inputs, scale = prepare(inputs, scale, gate_scale, implementation)
     H = k.shape[2]
     if rotate_method == "ulysses" and H % layout.ranks:

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from path_backend.tiles import Bias, OnlineSoftmax, SoftmaxGradient, Tile
+from path_backend.softmax import Bias, OnlineSoftmax, SoftmaxGradient, Tile, cumulative_gate
 
 CHUNK = 64
 # Queries of all heads in flight: above, the heads are worked through in slices.
@@ -411,7 +411,7 @@ def slices(
             earliest = document_start.amin(0).tolist() + [0] * padding
         start = document_start.repeat_interleave(H, 0)
     if log_gate is not None:
-        gate = _pad(fold(log_gate, H).double(), padding).cumsum(1)
+        gate = cumulative_gate(_pad(fold(log_gate, H), padding), 1)
     q, k, v = fold(q, H), fold(k, H).squeeze(2), fold(v, H).squeeze(2)
     w, beta = (None if x is None else fold(x, H).squeeze(2) for x in (w, beta))
 

@@ -112,10 +112,17 @@ def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.path_backend.halo_backward(d_out, *ctx.options), None, None, None, None
 
 
+def _differentiate_backward(ctx: Any, d_dx: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.path_backend.halo(d_dx, *ctx.options), None, None, None, None
+
+
 _library.impl("halo", _halo, "CompositeExplicitAutograd")
 _library.impl("halo_backward", _halo_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("path_backend::halo", _halo_fake, lib=_library)
 torch.library.register_fake("path_backend::halo_backward", _halo_backward_fake, lib=_library)
 torch.library.register_autograd(
     "path_backend::halo", _differentiate, setup_context=_save, lib=_library
+)
+torch.library.register_autograd(
+    "path_backend::halo_backward", _differentiate_backward, setup_context=_save, lib=_library
 )

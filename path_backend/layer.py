@@ -139,6 +139,11 @@ class PathAttention(nn.Module):
         document_start counts from the first token of the sequence, also where x is a part of it.
         """
         batch, length, _ = x.shape
+        if document_start is not None and document_start.shape != (batch, length):
+            raise ValueError(
+                f"document_start must have shape [B, T] = {[batch, length]}, "
+                f"got {list(document_start.shape)}"
+            )
         q, k, v = (
             linear(x).view(batch, length, -1, self.head_dim)
             for linear in (self.wq, self.wk, self.wv)
@@ -277,6 +282,7 @@ class PathInputs(nn.Module):
             self.stat_names += GATE_STATS if forget_gate else ()
             stats = torch.zeros(len(self.stat_names), dtype=torch.float32)
             self.register_buffer("stats", stats, persistent=False)
+        self.init_weights()
 
     def init_weights(self) -> None:
         """N(0, 0.02) for weights, 0 for the bias of beta and statistics, `gate_start` for gates."""

@@ -59,119 +59,71 @@ _library.define(
 _Optional = Tensor | None
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: _Optional,
-    beta: _Optional,
-    log_gate: _Optional,
-    document_start: _Optional,
-    scale: float,
-    implementation: str,
-) -> tuple[Tensor, Tensor]:
-    if document_start is not None and document_start.device.type == "cpu":
-        check_document_start(document_start)
-    _check_gate(log_gate)
-    inputs = (q, k, v, w, beta, log_gate, document_start)
-    with _computing(q):
-        return _backend(q.device, implementation, inputs).attention_forward(*inputs, scale)
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    x, (scale, implementation) = _split(arguments)
+    if x.document_start is not None and x.document_start.device.type == "cpu":
+        check_document_start(x.document_start)
+    _check_gate(x.log_gate)
+    with _computing(x.q):
+        return _backend(x.q.device, implementation, x).attention_forward(*x, scale)
 
 
-def _attention_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: _Optional,
-    beta: _Optional,
-    log_gate: _Optional,
-    document_start: _Optional,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    implementation: str,
-) -> tuple[Tensor, ...]:
-    inputs = (q, k, v, w, beta, log_gate, document_start)
-    with _computing(q):
-        backend = _backend(q.device, implementation, inputs)
-        grads = backend.attention_backward(d_out, *inputs, out, lse, scale)
-    return tuple(q.new_empty(0) if g is None else g for g in grads)
+def _attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    x, (out, lse, scale, implementation) = _split(arguments)
+    with _computing(x.q):
+        backend = _backend(x.q.device, implementation, x)
+        grads = backend.attention_backward(d_out, *x, out, lse, scale)
+    return tuple(x.q.new_empty(0) if g is None else g for g in grads)
 
 
-def _context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: _Optional,
-    beta: _Optional,
-    log_gate: _Optional,
-    document_start: _Optional,
-    starts: list[int],
-    length: int,
-    group_name: str,
-    rotate_method: str,
-    scale: float,
-    implementation: str,
-) -> tuple[Tensor, Tensor]:
-    inputs = sharded.Inputs(q, k, v, w, beta, log_gate, document_start)
+def _context_parallel_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    x, (starts, length, group_name, method, scale, implementation) = _split(arguments)
     transport = exchange.GroupTransport(group_name)
-    call = sharded.describe(inputs, starts, length, rotate_method, scale)
-    transport.agree(call, q.device)
-    plan = _make_plan(inputs, transport, starts, length, rotate_method, scale, implementation)
-    if document_start is not None and document_start.device.type == "cpu":
-        own = plan.layout.starts[transport.rank]
-        for piece, first in zip(document_start.split(length, 1), own, strict=True):
-            check_document_start(piece, first)
-    _check_gate(log_gate)
-    with _computing(q):
-        return _algorithm(rotate_method).forward(inputs, plan)
+    call = sharded.describe(x, starts, length, method, scale)
+    transport.agree(call, x.q.device)
+    with _computing(x.q):
+        plan = _make_plan(x, transport, starts, length, method, scale, implementation)
+        if x.document_start is not None and x.document_start.device.type == "cpu":
+            own = plan.layout.starts[transport.rank]
+            for piece, first in zip(x.document_start.split(length, 1), own, strict=True):
+                check_document_start(piece, first)
+        _check_gate(x.log_gate)
+        return _algorithm(method).forward(x, plan)
 
 
-def _context_parallel_attention_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: _Optional,
-    beta: _Optional,
-    log_gate: _Optional,
-    document_start: _Optional,
-    out: Tensor,
-    lse: Tensor,
-    starts: list[int],
-    length: int,
-    group_name: str,
-    rotate_method: str,
-    scale: float,
-    implementation: str,
-) -> tuple[Tensor, ...]:
-    inputs = sharded.Inputs(q, k, v, w, beta, log_gate, document_start)
+def _context_parallel_attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    x, (out, lse, starts, length, group_name, method, scale, implementation) = _split(arguments)
     transport = exchange.GroupTransport(group_name)
-    plan = _make_plan(inputs, transport, starts, length, rotate_method, scale, implementation)
-    with _computing(q):
-        grads = _algorithm(rotate_method).backward(d_out, inputs, out, lse, plan)
-    return tuple(q.new_empty(0) if g is None else g for g in grads)
+    with _computing(x.q):
+        plan = _make_plan(x, transport, starts, length, method, scale, implementation)
+        grads = _algorithm(method).backward(d_out, x, out, lse, plan)
+    return tuple(x.q.new_empty(0) if g is None else g for g in grads)
+
+
+def _split(arguments: tuple[Any, ...]) -> tuple[sharded.Inputs, tuple[Any, ...]]:
+    """Tensors of path_attention, and what comes after them."""
+    count = len(sharded.Inputs._fields)
+    return sharded.Inputs(*arguments[:count]), arguments[count:]
 
 
 def _make_plan(
-    inputs: sharded.Inputs,
+    x: sharded.Inputs,
     transport: exchange.Transport,
     starts: list[int],
     length: int,
-    rotate_method: str,
+    method: str,
     scale: float,
     implementation: str,
 ) -> sharded.Plan:
     layout = Layout.from_flat(tuple(starts), length, transport.ranks)
-    if inputs.q.shape[1] != layout.tokens:
+    if x.q.shape[1] != layout.tokens:
         raise ValueError(
             f"q must have the {layout.tokens} tokens that the layout gives each rank, "
-            f"got {inputs.q.shape[1]}"
+            f"got {x.q.shape[1]}"
         )
-    torch_form = dyadic if rotate_method == "ulysses" else blocks
-    backend = _backend(inputs.q.device, implementation, inputs, torch_form)
-    return sharded.Plan(layout, transport, rotate_method, scale, backend)
+    torch_form = dyadic if method == "ulysses" else blocks
+    backend = _backend(x.q.device, implementation, x, torch_form)
+    return sharded.Plan(layout, transport, method, scale, backend)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from path_backend.exchange import METHODS, Transport
 from path_backend.layout import Layout
+from path_backend.softmax import cumulative_gate
 
 
 class Inputs(NamedTuple):
@@ -191,7 +192,7 @@ class _Scan:
         self.gates = None
         if x.log_gate is not None:
             gates = torch.stack([p.log_gate.mT for p in pieces if p.log_gate is not None])
-            sums = gates.double().cumsum(-1)
+            sums = cumulative_gate(gates, -1)
             self.gates = _Gates(sums, torch.stack(self._gather(sums[..., -1])), x.log_gate.dtype)
             mine.append(self.gates.after)
         self.exchange = METHODS[plan.method](plan.transport, mine)

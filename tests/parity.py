@@ -71,8 +71,8 @@ class Budget:
 # sqrt(768) 2^-24 = 1.7e-6. Terms of a loss have one sign: 1e-6 are 16 roundings of the result.
 # Largest seen on CPUs: loss 4e-7, tensor 4e-6 (3e-6 of them from the norm that clips), bias 6e-6.
 EXACT = Budget(loss=1e-6, tensor=1e-5, bias=1e-5)
-# On GPUs the kernels hold products in 11 bits. Of numbers that differ by 2^-24 one in 2^13 is
-# rounded the other way, by 2^-11: 2^-11 / sqrt(2^13) = 5e-6 for one product, more for chains of
+# On GPUs the kernels multiply fp32 in terms of 16 bits. Of numbers that differ by 2^-24 one in 2^8
+# is rounded the other way, by 2^-16: 2^-16 / sqrt(2^8) = 1e-6 for one product, more for chains of
 # them and where terms cancel. Largest seen on H200: 9e-5, of beta's bias.
 FP32 = Budget(loss=1e-5, tensor=3e-4, bias=3e-4) if torch.cuda.is_available() else EXACT
 # Low precision, against one rank in fp32. bf16 rounds by 2^-9: a gradient that passes four layers

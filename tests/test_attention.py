@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from path_backend import dyadic, path_attention, tiles
+from path_backend import dyadic, path_attention, softmax
 from path_backend.reference import path_attention_reference
 from path_backend.testing import BETAS, assert_exact, make_inputs, run
 
@@ -70,7 +70,7 @@ def test_equals_the_definition_in_the_smallest_tiles(monkeypatch, w, documents):
     """Catches a wrong slice of rows, blocks or heads: large problems split, small ones do not."""
     monkeypatch.setattr(dyadic, "CHUNK", 8)
     monkeypatch.setattr(dyadic, "SLICE_ELEMENTS", 1)
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 50)
+    monkeypatch.setattr(softmax, "TILE_ELEMENTS", 50)
     check(make_inputs(75, B=2, HQ=4, D=8, w=w, gate=True, documents=documents))
 
 
@@ -147,12 +147,25 @@ def test_packed_documents_equal_separate_calls():
     assert torch.allclose(packed, torch.cat(parts, 1), atol=1e-12)
 
 
+@pytest.mark.parametrize("closed", [-400.0, -1e9, -1e30])
+def test_a_closed_gate(closed):
+    """Catches sums that hold the log of a closed gate: digits are lost, of tokens before it too."""
+    inputs = make_inputs(200, gate=True, dtype=torch.float32)
+    before = path_attention(*inputs[:6])[:, :70].clone()
+    inputs.log_gate.data[:, 70] = -1e4
+    exact = run(path_attention_reference, inputs.leaves(torch.float64))
+    inputs.log_gate.data[:, 70] = closed
+    found = run(path_attention, inputs)
+    assert torch.equal(found["out"][:, :70], before)
+    assert_exact(found, exact, 1e-5)
+
+
 def test_empty_tiles_of_documents_are_skipped(monkeypatch):
     """Catches a mask that costs the whole triangle: here only the chunks' own tiles remain."""
     seen = []
-    add = tiles.OnlineSoftmax.add
+    add = softmax.OnlineSoftmax.add
     monkeypatch.setattr(
-        tiles.OnlineSoftmax, "add", lambda *args: (seen.append(args[3]), add(*args))[1]
+        softmax.OnlineSoftmax, "add", lambda *args: (seen.append(args[3]), add(*args))[1]
     )
     inputs = make_inputs(512)
     start = (torch.arange(512, dtype=torch.int32) // 64 * 64)[None]

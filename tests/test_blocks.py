@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from path_backend import blocks, dyadic, tiles
+from path_backend import blocks, dyadic, softmax
 from path_backend.reference import path_attention_reference
 from path_backend.testing import assert_exact, make_inputs, relative_error
 
@@ -17,7 +17,7 @@ def sizes(request, monkeypatch):
     if request.param == "smallest tiles":
         monkeypatch.setattr(dyadic, "CHUNK", 8)
         monkeypatch.setattr(dyadic, "SLICE_ELEMENTS", 1)
-        monkeypatch.setattr(tiles, "TILE_ELEMENTS", 50)
+        monkeypatch.setattr(softmax, "TILE_ELEMENTS", 50)
 
 
 def frames_by_definition(q, k, w, beta):

@@ -267,6 +267,17 @@ def test_the_formula_gives_the_megabytes_of_the_readme():
         assert [round(x / 1e6) for x in bytes_sent(local, 2, 2, method)] == megabytes
 
 
+@pytest.mark.parametrize("method", ["allgather", "ulysses"])
+def test_a_closed_gate(method):
+    """Catches sums over pieces that hold the log of a closed gate, and no digit of another's."""
+    inputs = make_inputs(80, gate=True)
+    d_out = gradient_of_out(inputs)
+    inputs.log_gate.data[:, 30] = -1e4
+    exact = run(path_attention, inputs, d_out)
+    inputs.log_gate.data[:, 30] = -1e20
+    assert_exact(simulate(inputs, d_out, Layout.head_tail(2, 20), method), exact, 1e-9)
+
+
 def test_the_backward_computes_no_attention_inside_pieces():
     """Catches a backward that runs the forward's attention again to find the frames."""
 

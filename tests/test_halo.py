@@ -119,6 +119,21 @@ def test_halo_keeps_the_dtype():
     assert first.eq(0).all() and second.eq(1).all()
 
 
+def second_derivative_on_rank(group):
+    """Of sum(halo^3): 6 halo where a rank's tokens are in a halo."""
+    x = torch.arange(1.0, 5.0).view(1, 4, 1).requires_grad_()
+    loss = halo(x, 2, Layout.contiguous(2, 4), group).pow(3).sum()
+    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+    return torch.autograd.grad(dx.sum(), x)[0]
+
+
+def test_second_derivative_of_a_halo():
+    """Catches a backward without derivative: torch warns and takes it for zero."""
+    first, second = on_ranks(2, second_derivative_on_rank)
+    assert first.flatten().tolist() == [0, 0, 18, 24]
+    assert second.eq(0).all()
+
+
 def test_shards_without_layout():
     """A layer that runs on a part of each sequence as if it were the whole."""
     conv = ShortConv(CHANNELS, WIDTH)

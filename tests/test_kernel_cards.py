@@ -10,11 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from path_backend.testing import make_inputs
 
 pytest.importorskip("triton")
 
+from path_backend.kernels import config, launch  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
 
 FOR_CARD = dict(D=128, H=1, gate=True, documents=True, dtype="bfloat16")
 
@@ -44,6 +48,14 @@ def test_kernels_fit_the_shared_memory_of_smaller_cards(case, tmp_path):
     """Catches a launch that a card refuses, and instructions that only Hopper has."""
     sizes = numbers_for_card("89", tmp_path=tmp_path, **{**FOR_CARD, **case})
     assert not {name: size for name, size in sizes.items() if size > 99}
+
+
+def test_older_cards_take_the_torch_form(monkeypatch):
+    """Catches kernels that ptxas refuses: they use instructions of capability 8.0."""
+    inputs = make_inputs(3, dtype=torch.float16)
+    assert launch.unsupported_reason(*inputs) is None
+    monkeypatch.setattr(config, "capability", lambda: (7, 5))
+    assert "capability 8.0" in launch.unsupported_reason(*inputs)
 
 
 @pytest.mark.parametrize("capability", ["80", "90"])

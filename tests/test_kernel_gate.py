@@ -22,7 +22,7 @@ from path_backend.testing import run
 
 pytest.importorskip("triton")
 
-from path_backend.kernels import gate  # noqa: E402
+from path_backend.kernels import config, gate  # noqa: E402
 
 pytestmark = NAN_IN_ALL_MEMORY
 SPAN = gate.GATE_SPAN.value
@@ -102,6 +102,22 @@ def test_gradient(B, T, HQ):
     exact = terms.flip(-1).cumsum(-1).flip(-1).mT
     assert d_log_gate.dtype == torch.float32 and d_log_gate.is_contiguous()
     assert torch.allclose(d_log_gate.double(), exact, rtol=EPS, atol=1e-7)
+
+
+def test_grids_of_many_sequences(monkeypatch):
+    """Catches sequences and heads in a dimension of the grid that holds 65,535."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda **arguments: None
+
+    for name in ("totals", "", "gradient_totals", "gradient"):
+        monkeypatch.setattr(gate, f"gate_{name}_kernel".replace("__", "_"), Kernel())
+    gate.running_sums(torch.zeros(config.MAX_HEADS + 1, 2, 1))
+    gate.gradient(*torch.zeros(2, config.MAX_HEADS + 1, 1, 2))
+    assert grids == [(config.MAX_HEADS + 1, 1)] * 4
 
 
 @pytest.mark.gpu

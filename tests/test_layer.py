@@ -29,6 +29,16 @@ MODES = {
 }
 
 
+@pytest.mark.usefixtures("uninitialized_memory_is_nan")
+@pytest.mark.filterwarnings("ignore:.*eterministic.*:UserWarning")
+def test_a_new_layer_has_its_parameters():
+    """Catches a parameter that holds what lay in memory until someone calls init_weights."""
+    inputs = PathInputs(DIM, HEADS, KV_HEADS, HEAD_DIM, **MODES["path_fox"], gate_start=0.9)
+    for name, parameter in inputs.named_parameters():
+        assert parameter.isfinite().all(), name
+    assert torch.allclose(inputs.gate.bias.sigmoid(), torch.tensor(0.9))
+
+
 def make_layer(mode="path_fox", qk_norm=False, dtype=torch.float64, seed=0, **options):
     torch.manual_seed(seed)
     norms = [nn.RMSNorm(HEAD_DIM), nn.RMSNorm(HEAD_DIM)] if qk_norm else [None, None]

@@ -7,6 +7,7 @@ grouped queries meet their shared key in one matrix product and k, v are never e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,18 @@ from torch import Tensor
 
 # Logits in flight. 2^21 fp32 values are 8 MiB: the four tiles of the backward stay near the cache.
 TILE_ELEMENTS = 2**21
+
+
+# Log of what a gate keeps at least, as in the kernels: fp32 has no such weight, and sums that held
+# the log of a smaller one would have fewer digits left for other tokens.
+CLOSED = -512 * math.log(2)
+
+
+def cumulative_gate(log_gate: Tensor, dim: int) -> Tensor:
+    """Sums of the log gates up to each token, in fp64: one fp32 sum over 64 Ki tokens loses the
+    small differences that the softmax sees.
+    """
+    return log_gate.double().clamp_min(CLOSED).cumsum(dim)
 
 
 @dataclass(frozen=True)
@@ -68,8 +81,7 @@ class Tile:
 class Bias:
     """What is added to the logits of a slice: forget gate, causal mask, document mask.
 
-    gate: cumulative log gate [Z, T, R], fp64: one fp32 cumsum over 64 Ki tokens loses the small
-    differences that the softmax sees. start: first token of each token's document [Z, T].
+    gate: `cumulative_gate` [Z, T, R]. start: first token of each token's document [Z, T].
     earliest: the smallest start of each token over the batch, on the host, to skip empty tiles.
     """
 
@@ -88,10 +100,12 @@ class Bias:
         """In place on logits [Z, count, rows, R, keys]."""
         if self.gate is not None:
             row, key = tile.rows_of(self.gate), tile.keys_of(self.gate)
-            # Relative to the last key, in fp64: what is rounded to fp32 is small where it matters.
-            origin = key[:, :, -1:]
-            logits += (row - origin).to(logits.dtype).unsqueeze(-1)
-            logits += (origin - key).to(logits.dtype).mT.unsqueeze(2)
+            if tile.causal:  # keys may follow a row: parts would hold gates after it
+                logits += (row.unsqueeze(-1) - key.mT.unsqueeze(2)).to(logits.dtype)
+            else:
+                origin = key[:, :, -1:]
+                logits += (row - origin).to(logits.dtype).unsqueeze(-1)
+                logits += (origin - key).to(logits.dtype).mT.unsqueeze(2)
         stop = tile.first + tile.count * tile.span
         position = torch.arange(stop, device=logits.device)[None]
         key_position = tile.keys_of(position)[:, :, None, None, :]
