@@ -70,11 +70,13 @@ def recorded(results: ElementTree.ElementTree) -> Cells:
 
 
 def table(cells: Cells) -> str:
-    """A Markdown table, in the order of test_parallel.py."""
+    """A Markdown table, in the order of test_parallel.py: what all columns say is said once."""
     columns = [str(column) for column in COLUMNS]
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    lines = [f"| | {', '.join(columns)} |", "|---|---|"]
     for name in ROWS:
-        lines.append(f"| {name} | {' | '.join(cells[name][column] for column in columns)} |")
+        values = [cells[name][column] for column in columns]
+        each = [f"{column}: {value}" for column, value in zip(columns, values, strict=True)]
+        lines.append(f"| {name} | {values[0] if len(set(values)) == 1 else '; '.join(each)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from make_matrix import BEGIN, END, README, ROWS, recorded, table
 from parity import FP32
-from test_parallel import LAYOUTS
+from test_parallel import COLUMNS, LAYOUTS
 
 REPORT = """
 <testsuites><testsuite>
@@ -37,10 +37,22 @@ def test_cells_of_a_report():
 
 
 def read(table):
-    """The cells of a Markdown table, by row and column."""
+    """The cells of a table whose columns agree, by row and column."""
     lines = [line.split("|")[1:-1] for line in table.split("\n") if line]
-    (_, *columns), _, *rows = [[cell.strip() for cell in line] for line in lines]
-    return {name: dict(zip(columns, row, strict=True)) for name, *row in rows}
+    (_, columns), _, *rows = [[cell.strip() for cell in line] for line in lines]
+    return {name: dict.fromkeys(columns.split(", "), value) for name, value in rows}
+
+
+def test_columns_that_differ_are_told_apart():
+    """Catches one column's cell shown for all of them."""
+    cells = {row: dict.fromkeys(map(str, COLUMNS), "equal") for row in ROWS}
+    cells["CP2"]["qwen3 path"] = "**fails**"
+    lines = table(cells).split("\n")
+    assert "| FSDP2 | equal |" in lines
+    assert [line for line in lines if "fails" in line] == [
+        "| CP2 | llama3 path: equal; llama3 path_fox: equal; qwen3 path: **fails**; "
+        "qwen3 path_fox: equal |"
+    ]
 
 
 def test_a_run_of_some_cells_is_not_written(monkeypatch):
