@@ -51,7 +51,7 @@ def path_attention(
         gate_scale: factor on the gate. flash-linear-attention's PaTH also multiplies its gate by
             `scale`: pass that value for its checkpoints.
         implementation: "auto" (Triton kernels on CUDA where they cover the case, else torch),
-            "torch" or "triton".
+            "torch" or "triton". The kernels multiply fp32 in terms of 16 bits.
 
     Returns:
         [B, T, HQ, DV] in q's dtype. Memory is linear in T up to a logarithmic factor, in both
