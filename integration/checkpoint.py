@@ -128,8 +128,9 @@ def refuse_other_sizes(
         size = getattr(saved.get(name), "size", parameter.shape)
         if tuple(size) != tuple(parameter.shape):
             raise ValueError(
-                f"{folder} must be of the same w_rank and conv_width in [model.path], got {name} "
-                f"of {list(size)}, the job's is {list(parameter.shape)}"
+                f"{folder} must be of the same model, with the same w_rank and conv_width in "
+                f"[model.path], and of the same tokenizer or task, got {name} of {list(size)}, "
+                f"the job's is {list(parameter.shape)}"
             )
 
 

@@ -13,6 +13,7 @@ of the TOML file, as the trainer's do.
 import argparse
 import datetime
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +33,8 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger, logger
 
 from path_backend.integration import dataset, perplexity, tasks
+from path_backend.integration.arguments import positive_integer
+from path_backend.integration.checkpoint import refuse_other_sizes
 from path_backend.integration.job import load_job, model_args
 from path_backend.integration.task_error import count_errors
 from path_backend.provenance import commit, version
@@ -40,6 +43,7 @@ FACTORS = (1, 4, 8, 16)  # of training.seq_len: the lengths of perplexity
 # Of a task: 256 sequences of 512 in a forward pass, 8192 drawn at a time. Held out is one sequence
 # in eight, which takes about 60 rounds of drawing however many are asked for.
 TOKENS_PER_PASS, TOKENS_PER_DRAW = 2**17, 2**22
+_STEP = "step-"  # and a number: the trainer's name of a checkpoint
 _TRAINER_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 
 
@@ -83,23 +87,27 @@ def load_subject(job: JobConfig, checkpoint: Path, longest: int) -> Subject:
     with torch.no_grad():
         model.init_weights()
     state = model.state_dict()
-    metadata = dcp.FileSystemReader(checkpoint).read_metadata()
-    found = {n for n in metadata.state_dict_metadata if not n.startswith(_TRAINER_STATE)}
+    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    found = {name for name in saved if not name.startswith(_TRAINER_STATE)}
     if found != state.keys():
         raise ValueError(
             f"{checkpoint} must hold the parameters of {job.model.name} {job.model.flavor} with "
             f"model.attention = {getattr(job.model, 'attention', 'default')!r}; "
             f"missing: {_names(state.keys() - found)}; not expected: {_names(found - state.keys())}"
         )
+    refuse_other_sizes(str(checkpoint), state, saved)
     dcp.load(state, checkpoint_id=str(checkpoint))
-    return Subject(job, model.eval(), tokenizer, device, int(checkpoint.name.split("-")[-1]))
+    return Subject(job, model.eval(), tokenizer, device, int(checkpoint.name[len(_STEP) :]))
 
 
 def find_checkpoint(folder: Path, step: int | None) -> Path:
     """The folder `step-<step>` of a checkpoint folder, or the latest; also one that is given."""
     if (folder / ".metadata").is_file() and step is None:
+        if not re.fullmatch(rf"{_STEP}\d+", folder.name):
+            raise ValueError(f"--checkpoint must be named {_STEP}<number>, got {folder}")
         return folder
-    steps = {int(path.parent.name[5:]): path.parent for path in folder.glob("step-*/.metadata")}
+    found = (path.parent for path in folder.glob(f"{_STEP}*/.metadata"))
+    steps = {int(path.name[len(_STEP) :]): path for path in found}
     if step is None and steps:
         return steps[max(steps)]
     if step not in steps:
@@ -161,6 +169,8 @@ def evaluate_text(
         results[name] = perplexity.summarize(losses, lengths, bucket=max(1, trained // 2))
         for row in results[name]:
             logger.info(f"{name}: {_short(row)}")
+            if not row["documents"]:
+                logger.warning(f"no document of {name} has {row['length'] + 1} tokens")
     return results
 
 
@@ -208,26 +218,24 @@ def evaluate(
     predictions: int,
     seq_len: int | None = None,
     text: Sequence[Path] = (),
-    factors: Sequence[int] = FACTORS,
-    documents: int = 64,
+    factors: Sequence[int] | None = None,
+    documents: int | None = None,
     command: str,
 ) -> dict[str, Any]:
     """Load a checkpoint and score it; the result is what the JSON file holds.
 
-    `seq_len` is of a task's sequences, that of training if None.
+    `seq_len` is of a task's sequences, that of training if None; `text`, `factors` and `documents`
+    are of text (by default `FACTORS` and 64).
     """
     is_task = bool(tasks.evaluation_sets(job.training.dataset))
-    if seq_len is not None and not is_task:
-        raise ValueError(
-            f'--seq-len must be left out for training.dataset = "{job.training.dataset}", whose '
-            f"lengths are --factors, got {seq_len}"
-        )
-    if is_task and text:
-        raise ValueError(
-            f'--text must be left out for training.dataset = "{job.training.dataset}", which has '
-            f"its own evaluation sets, got {', '.join(map(str, text))}"
-        )
-    length = seq_len or job.training.seq_len
+    of_text = {"--text": text, "--factors": factors, "--documents": documents}
+    for name, value in of_text.items() if is_task else [("--seq-len", seq_len)]:
+        if value:
+            raise ValueError(
+                f'{name} must be left out for training.dataset = "{job.training.dataset}", which '
+                f"{'is a task' if is_task else 'is text, whose lengths are --factors'}, got {value}"
+            )
+    length, factors = seq_len or job.training.seq_len, factors or FACTORS
     longest = length * (1 if is_task else max(factors))
     subject = load_subject(job, checkpoint, longest)
     result = describe(job, command) | {
@@ -236,18 +244,26 @@ def evaluate(
         "parameters": sum(p.numel() for p in subject.model.parameters()),
     }
     if is_task:
-        return result | {"sets": evaluate_task(subject, predictions, length)}
-    return result | {"perplexity": evaluate_text(subject, text, factors, documents)}
+        difficulty = {"length": length, "task": tasks.describe(job)}
+        return result | difficulty | {"sets": evaluate_task(subject, predictions, length)}
+    return result | {"perplexity": evaluate_text(subject, text, factors, documents or 64)}
+
+
+def other_length(result: dict[str, Any]) -> str:
+    """What names of files and scalars add: nothing at the length of training."""
+    length = result.get("length", result["job"]["seq_len"])
+    return "" if length == result["job"]["seq_len"] else f"_at_{length}"
 
 
 def scalars(result: dict[str, Any]) -> dict[str, float]:
     """A result as TensorBoard's scalars."""
     values = {}
     for name, scores in result.get("sets", {}).items():
-        values[f"evaluation/{name}/error"] = scores["error"]
-        values[f"evaluation/{name}/error_95_low"] = scores["error_95"][0]
-        values[f"evaluation/{name}/error_95_high"] = scores["error_95"][1]
-        values[f"evaluation/{name}/loss"] = scores["loss"]
+        place = f"evaluation/{name}{other_length(result)}"
+        values[f"{place}/error"] = scores["error"]
+        values[f"{place}/error_95_low"] = scores["error_95"][0]
+        values[f"{place}/error_95_high"] = scores["error_95"][1]
+        values[f"{place}/loss"] = scores["loss"]
     for name, rows in result.get("perplexity", {}).items():
         for row in rows:
             if row["perplexity"] is not None:
@@ -270,22 +286,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the latest)")
     parser.add_argument("--output", type=Path, help="JSON file (default: in job.dump_folder)")
     parser.add_argument(
-        "--predictions", type=_positive, default=100_000, help="per evaluation set of a task"
+        "--predictions", type=positive_integer, default=100_000, help="per evaluation set of a task"
     )
     parser.add_argument(
-        "--seq-len", type=_positive, help="tokens of a task's sequence (default: as trained)"
+        "--seq-len", type=positive_integer, help="tokens of a task's sequence (default: as trained)"
     )
     parser.add_argument(
         "--text", type=Path, action="append", default=[], help="folder of UTF-8 files; repeatable"
     )
     parser.add_argument(
-        "--factors", type=_positive, nargs="+", default=FACTORS, help="lengths / training.seq_len"
+        "--factors",
+        type=positive_integer,
+        nargs="+",
+        help="lengths of text / training.seq_len (default: 1 4 8 16)",
     )
     parser.add_argument(
         "--documents",
-        type=_positive,
-        default=64,
-        help="documents per text and longest length they fill",
+        type=positive_integer,
+        help="documents per text and longest length they fill (default: 64)",
     )
     options, overrides = parser.parse_known_args(arguments)
     init_logger()
@@ -302,20 +320,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command=f"path-backend evaluate {shlex.join(arguments)}",
     )
     folder = Path(job.job.dump_folder)
-    output = options.output or folder / "evaluation" / f"step-{result['step']}.json"
+    name = f"{_STEP}{result['step']}{other_length(result)}.json"
+    output = options.output or folder / "evaluation" / name
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     board = TensorBoardLogger(str(folder / job.metrics.save_tb_folder / "evaluation"))
     board.log(scalars(result), result["step"])
     board.close()
     logger.info(f"Written to {output}")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _names(names: set[str]) -> str:

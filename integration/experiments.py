@@ -29,6 +29,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from path_backend.integration.arguments import positive_integer
+
 CONFIGS = Path("configs")
 RESULTS = CONFIGS / "results"
 ATTENTIONS = ("path", "default", "fox", "path_fox", "stick_breaking", "nope")
@@ -155,7 +157,7 @@ def _mqrar_lower_rate(seed: int) -> Iterator[Job]:
 
 
 def _small_mqrar(seed: int) -> Iterator[Job]:
-    """For a CPU: all of them in half an hour on two cores."""
+    """For a CPU: each seed in half an hour on two cores."""
     small = (
         *("--model.flavor=task_2x64", "--training.seq_len=128", "--task.mqrar.pairs=8"),
         *("--training.local_batch_size=32", "--training.steps=500", "--validation.no-enable"),
@@ -258,16 +260,17 @@ class Pool:
     def run(self, jobs: Sequence[Job], seconds: float) -> None:
         """Until all are done, or `seconds` are over: then what still runs is killed."""
         end = time.monotonic() + seconds
-        waiting = list(jobs)
+        waiting, reason = list(jobs), "interrupted"
         try:
             while (waiting or self.running) and time.monotonic() < end:
                 while waiting and max(self.free) >= self._slots(waiting[0]):
                     self._start(waiting.pop(0))
                 self._collect()
                 time.sleep(0.1)
+            reason = "the time of all jobs was over"
         finally:
             for running in list(self.running):
-                self._kill(running, "killed: the time of all jobs was over")
+                self._kill(running, f"killed: {reason}")
         if waiting:
             print(f"not started: {', '.join(job.name for job in waiting)}", flush=True)
 
@@ -367,14 +370,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--work", type=Path, default=Path("outputs/experiments"), help="folder of logs, checkpoints"
     )
     parser.add_argument(
-        "--predictions", type=int, default=1_000_000, help="per evaluation set of a task"
+        "--predictions",
+        type=positive_integer,
+        default=1_000_000,
+        help="per evaluation set of a task",
     )
     parser.add_argument(
-        "--slots", type=int, default=SLOTS, help="of a GPU; a small job takes one, a large one all"
+        "--slots",
+        type=positive_integer,
+        default=SLOTS,
+        help="of a GPU; a small job takes one, a large one all",
     )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="limit of all jobs")
     parser.add_argument(
-        "--gpus", nargs="+", help="numbers of the GPUs to use (default: all, or the CPU)"
+        "--gpus", metavar="0,1", help="numbers of the GPUs to use (default: all, or the CPU)"
     )
     options, extra = parser.parse_known_args(arguments)
     jobs = plan()
@@ -388,8 +397,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.list:
         print("\n".join(job.name for job in jobs))
         return
+    gpus = _gpus()
+    chosen = options.gpus.split(",") if options.gpus else gpus
+    if unknown := set(chosen) - set(gpus):
+        there = ", ".join(filter(None, gpus)) or "none"
+        raise ValueError(
+            f"--gpus must be numbers of GPUs of this machine, with commas (there: {there}), "
+            f"got {', '.join(sorted(unknown))}"
+        )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # jobs end with us
     arguments = [f"--predictions={options.predictions}", *extra]
-    pool = Pool(options.gpus or _gpus(), options.slots, options.results, options.work, arguments)
+    pool = Pool(chosen, options.slots, options.results, options.work, arguments)
     pool.run(jobs, options.seconds)
 
 

@@ -40,12 +40,19 @@ Results = list[dict[str, Any]]
 def load(folder: Path, group: str) -> Results:
     """The results of one kind of experiment, failures left out."""
     paths = sorted((folder / group).glob("*.json"))
-    return [json.loads(p.read_text()) for p in paths if not p.name.endswith(".failed.json")]
+    return [_read(path) for path in paths if not path.name.endswith(".failed.json")]
 
 
 def failures(folder: Path) -> list[dict[str, Any]]:
     """What failed and has no result since."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*/*.failed.json"))]
+    return [_read(path) for path in sorted(folder.glob("*/*.failed.json"))]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected a result in JSON, got {path}: {error}") from error
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -49,7 +49,8 @@ def check(state_dict: dict[str, Any], folder: str) -> None:
                 f"{', '.join(sorted(names))} in its layers. Through Hugging Face's format "
                 f"(checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf) they {then}"
             )
-    refuse_other_sizes(folder, ours, saved)
+    sized = {n: x for n, x in state_dict.items() if n in ours or n == "tok_embeddings.weight"}
+    refuse_other_sizes(folder, sized, saved)
     if DATALOADER in state_dict:
         ranks = state_dict[DATALOADER].state_dict().get("world_size")
         found = sum(map(bool, map(_RANK.fullmatch, saved)))

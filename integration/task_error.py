@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator
 from torchtitan.distributed import utils
+from torchtitan.tools.logging import logger
 
 MAX_POSITIONS = 64  # of sequences whose errors are reported by position
 NORMAL_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
@@ -99,7 +100,7 @@ def count_errors(
 
 
 def log_errors(validator: BaseValidator) -> BaseValidator:
-    """Make the validator log `validation_metrics/error` over all ranks, beside its loss.
+    """Make the validator log `validation_metrics/error` over all ranks, with its 95 % interval.
 
     It counts where the validator computes its loss; pipelines do that elsewhere, and log none.
     """
@@ -119,7 +120,12 @@ def log_errors(validator: BaseValidator) -> BaseValidator:
         if dims.dp_cp_enabled:
             mesh = dims.get_optional_mesh("loss")
             wrong, predictions = (utils.dist_sum(x, mesh) for x in sums.float())
-        return {"validation_metrics/error": wrong / predictions} if predictions else {}
+        if not predictions:
+            return {}
+        low, high = wilson_interval(int(wrong), int(predictions))
+        names = ("error", "error_95_low", "error_95_high")
+        shares = (wrong / predictions, low, high)
+        return {f"validation_metrics/{n}": x for n, x in zip(names, shares, strict=True)}
 
     @functools.wraps(stock_validate)
     def validate(model_parts, step: int) -> None:
@@ -129,7 +135,14 @@ def log_errors(validator: BaseValidator) -> BaseValidator:
         stock_log = processor.log_validation
 
         def log(*, loss: float, step: int) -> None:
-            stock_log(loss=loss, step=step, extra_metrics=share())
+            errors = share()
+            stock_log(loss=loss, step=step, extra_metrics=errors)
+            if errors:
+                error, low, high = errors.values()
+                logger.info(
+                    f"validate step: {step:2}  error: {error:.5f}  "
+                    f"95 % interval: {low:.5f} to {high:.5f}"
+                )
 
         processor.log_validation = log
         try:

@@ -28,6 +28,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import BaseValidator
 from torchtitan.config import JobConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.protocols.train_spec import TrainSpec
 
 from path_backend import tasks
@@ -106,6 +107,13 @@ def training_task(job_config: JobConfig) -> Task | None:
     return _TASKS[dataset](_config(job_config)) if dataset in _TASKS else None
 
 
+def describe(job_config: JobConfig) -> dict[str, Any]:
+    """Seed and difficulty of the task that the job trains on."""
+    config = _config(job_config)
+    task: Any = _TASKS[job_config.training.dataset](config)
+    return {"seed": config.seed, **asdict(task)}
+
+
 def stream(job_config: JobConfig, dataset: str, length: int) -> Stream:
     """Samples of `length` tokens of a dataset, with the difficulty of the job."""
     config = _config(job_config)
@@ -153,7 +161,7 @@ def with_tasks(spec: TrainSpec) -> TrainSpec:
     """`spec` with builders of tokenizer, data loader and validator that know the tasks."""
     return replace(
         spec,
-        build_tokenizer_fn=functools.partial(_build_tokenizer, spec.build_tokenizer_fn),
+        build_tokenizer_fn=functools.partial(_build_tokenizer, spec),
         build_dataloader_fn=functools.partial(_build_dataloader, spec.build_dataloader_fn),
         build_validator_fn=(
             functools.partial(_build_validator, spec.build_validator_fn)
@@ -200,13 +208,15 @@ def _config(job_config: JobConfig) -> TaskConfig:
     return getattr(job_config, "task", None) or TaskConfig()
 
 
-def _build_tokenizer(
-    stock: Callable[..., BaseTokenizer] | None, job_config: JobConfig
-) -> BaseTokenizer | None:
+def _build_tokenizer(stock: TrainSpec, job_config: JobConfig) -> BaseTokenizer | None:
+    dataset = job_config.training.dataset
+    if stock.build_dataloader_fn is build_text_dataloader and dataset not in _TASKS | DATASETS:
+        known = ", ".join([*TRAINING, *DATASETS])
+        raise ValueError(f"training.dataset must be one of {known}, got {dataset!r}")
     task = training_task(job_config)
     if task is not None:
         return TaskTokenizer(task.vocabulary)
-    return stock(job_config) if stock else None
+    return stock.build_tokenizer_fn(job_config) if stock.build_tokenizer_fn else None
 
 
 def _build_dataloader(

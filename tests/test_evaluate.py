@@ -85,6 +85,9 @@ def test_finds_the_checkpoint(tmp_path):
         evaluate.find_checkpoint(tmp_path, 11)
     with pytest.raises(ValueError, match=r"hold a checkpoint \(steps there: none\), got .*step-11"):
         evaluate.find_checkpoint(tmp_path / "step-11", None)
+    (tmp_path / "step-9").rename(tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"must be named step-<number>, got .*/mine"):
+        evaluate.find_checkpoint(tmp_path / "mine", None)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
@@ -136,10 +139,19 @@ class Bigram(nn.Module):
         return hidden if self.output is None else self.output(hidden)
 
 
-def test_refuses_text_for_a_task(tmp_path):
-    """`--text` accepted and ignored."""
-    with pytest.raises(ValueError, match='--text must be left out for .*"flip_flop".*, got '):
-        evaluate.evaluate(make_job(), tmp_path, predictions=1, text=[tmp_path], command="")
+@pytest.mark.parametrize("option, value", [("text", ["a"]), ("factors", [2]), ("documents", 3)])
+def test_refuses_options_of_text_for_a_task(tmp_path, option, value):
+    """An option of text accepted and ignored."""
+    with pytest.raises(ValueError, match=f'--{option} must be left out for .*"flip_flop".*, got '):
+        evaluate.evaluate(make_job(), tmp_path, predictions=1, **{option: value}, command="")
+
+
+def test_refuses_another_rank_of_w(tmp_path):
+    """A checkpoint of other sizes refused without the keys that decide them."""
+    save(make_job("--model.attention=path"), tmp_path)
+    job = make_job("--model.attention=path", "--model.path.w_rank=8")
+    with pytest.raises(ValueError, match=r"same w_rank and conv_width .* got layers.0\S*w_down"):
+        evaluate.load_subject(job, tmp_path / "step-3", 32)
 
 
 def test_refuses_a_length_for_text(tmp_path):
@@ -155,6 +167,8 @@ def test_task_beyond_the_trained_length(tmp_path):
     save(job, tmp_path)
     result = evaluate.evaluate(job, tmp_path / "step-3", predictions=9, seq_len=50, command="")
     assert all(len(s["error_by_position"]) == 50 for s in result["sets"].values())
+    assert result["length"] == 50 and result["task"] == {"seed": 0, "p_ignore": 0.8}
+    assert evaluate.other_length(result) == "_at_50"
 
 
 def test_token_losses(monkeypatch):
@@ -249,9 +263,13 @@ def test_command(tmp_path):
 
 
 def test_scalars_of_a_task():
-    """Bounds of the interval swapped or left out of TensorBoard."""
+    """Bounds of the interval swapped or left out, or another length taken for that of training."""
     scores = {"error": 0.2, "error_95": [0.1, 0.3], "loss": 0.5}
-    assert evaluate.scalars({"sets": {"s": scores}}) == {
+    job = {"seq_len": 32}
+    assert evaluate.scalars({"job": job, "length": 50, "sets": {"s": {**scores}}}).keys() == {
+        f"evaluation/s_at_50/{name}" for name in ("error", "error_95_low", "error_95_high", "loss")
+    }
+    assert evaluate.scalars({"job": job, "length": 32, "sets": {"s": scores}}) == {
         "evaluation/s/error": 0.2,
         "evaluation/s/error_95_low": 0.1,
         "evaluation/s/error_95_high": 0.3,

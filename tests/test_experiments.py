@@ -1,8 +1,11 @@
 """The list of experiments and the pool that runs it: order, limits, failures, what is skipped."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -161,6 +164,52 @@ def test_limits(tmp_path, worker, capsys):
     assert "not started: group/never" in capsys.readouterr().out
     for child in map(int, (tmp_path / "log.children").read_text().split()):
         assert not is_running(child)
+
+
+def test_jobs_end_with_the_command(tmp_path, worker, monkeypatch):
+    """Jobs that go on after `kill`, `timeout` or a scheduler ended the command."""
+    monkeypatch.setattr(experiments, "plan", lambda: [job("hang")])
+    monkeypatch.setattr(experiments, "_gpus", lambda: [""])
+    children = tmp_path / "log.children"
+
+    def terminate():
+        while not children.exists() or not children.read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate, daemon=True).start()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            experiments.main([f"--results={tmp_path / 'r'}", f"--work={tmp_path / 'w'}"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not is_running(int(children.read_text()))
+    failure = json.loads((tmp_path / "r/group/hang.failed.json").read_text())
+    assert failure["failure"] == "killed: interrupted"
+
+
+def test_gpus(tmp_path, worker, monkeypatch):
+    """Catches a name of a job taken for a GPU, which starts the whole plan, or a GPU not there."""
+    monkeypatch.setattr(experiments, "plan", lambda: [job("a"), job("b")])
+    monkeypatch.setattr(experiments, "_gpus", lambda: ["0", "1", "2"])
+    folders = [f"--results={tmp_path / 'r'}", f"--work={tmp_path / 'w'}"]
+    with pytest.raises(ValueError, match=r"of this machine, with commas \(there: 0, 1, 2\), got 7"):
+        experiments.main([*folders, "--gpus", "2,7", "group/a"])
+    before = signal.getsignal(signal.SIGTERM)
+    experiments.main([*folders, "--gpus", "2", "group/a"])
+    signal.signal(signal.SIGTERM, before)
+    assert worker.read_text() == "2 group/a\n"
+
+
+@pytest.mark.parametrize("option", ["--slots", "--predictions"])
+@pytest.mark.parametrize("value", ["0", "-3", "abc"])
+def test_positive_options(option, value, capsys):
+    """Catches no slots, which are no limit, and a text refused without what was expected."""
+    with pytest.raises(SystemExit):
+        experiments.main(["--list", f"{option}={value}"])
+    expected = f"argument {option}: must be an integer of at least 1, got '{value}'"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["flip_flop/path_0", "s5_swaps/nope_1_layers_0"])

@@ -152,6 +152,14 @@ def test_readme_without_marks(tmp_path):
     assert readme.read_text() == f"{report.BEGIN}\n"
 
 
+def test_broken_result(tmp_path):
+    """A file that was cut off, refused without its name."""
+    (tmp_path / "flip_flop").mkdir()
+    (tmp_path / "flip_flop/path_0.json").write_text("{")
+    with pytest.raises(ValueError, match="expected a result in JSON, got .*flip_flop/path_0.json"):
+        report.main([f"--results={tmp_path}"])
+
+
 def test_nothing_to_report(tmp_path):
     """Tables of a wrong folder written as empty ones."""
     with pytest.raises(ValueError, match="--results must hold results of experiments, got "):

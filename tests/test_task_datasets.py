@@ -179,6 +179,14 @@ def test_evaluation_sets_of_other_datasets_are_refused():
         next(tasks.evaluation_batches(parse(), "mqrar_validation", 1))
 
 
+@pytest.mark.parametrize("validation", ["--validation.enable", "--validation.no-enable"])
+def test_unknown_dataset(validation):
+    """Catches a search for a tokenizer, or blame for the other key, before what was mistyped."""
+    message = "training.dataset must be one of flip_flop, .*, c4, .*, got 'flipflop'"
+    with pytest.raises(ValueError, match=message):
+        spec().build_tokenizer_fn(parse("--training.dataset=flipflop", validation))
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -113,6 +113,8 @@ def test_validator_logs_errors(tmp_path, ranks, batch, layout):
     errors = [list(run.scalars["validation_metrics/error"].values()) for run in (seed, split)]
     assert len(errors[0]) == 2  # steps 1 and 2
     assert 0.2 < errors[0][0] < 0.8
+    low, high = (seed.scalars[f"validation_metrics/error_95_{end}"][1] for end in ("low", "high"))
+    assert low < errors[0][0] < high
     assert errors[1] == pytest.approx(errors[0], abs=1e-6)
 
 
