@@ -9,7 +9,11 @@ mean of the ranks in one profiled run. Peak memory is what forward + backward ad
 the rank that needs most. Bytes are those that a rank sends in both directions, counted and by the
 formula (`bytes_sent`). A row of 1 rank is `path_attention` on one GPU, the others idle; it is the
 only one of a run on one rank, and `--single` takes it from the output of an earlier run.
+`norms` are those of out and of every gradient over all tokens, with q for d(out), and `difference`
+is the largest relative one to the row of 1 rank: numbers that say whether a row computed the same.
 
+A rank that fails, out of memory for one, ends the run: methods that need least come first, and
+`--attention`, `--lengths` and `--method` ask for the rest.
 Without a GPU ranks meet by gloo and run the torch form: bytes are then what a row is good for.
 """
 
@@ -20,7 +24,7 @@ import csv
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,15 +34,17 @@ from torch import Tensor
 
 from path_backend.attention import path_attention
 from path_backend.benchmark import Shape, draw, head_pair
-from path_backend.context_parallel import ROTATE_METHODS, Layout, context_parallel_attention
+from path_backend.context_parallel import Layout, context_parallel_attention
 from path_backend.exchange import GroupTransport
-from path_backend.provenance import preamble
+from path_backend.provenance import disable_multicast, preamble
 from path_backend.testing import Inputs
 
 HEADER = (
     "attention,method,ranks,B,T,HQ,H,D,forward_ms,both_ms,speedup,efficiency,exposed_ms,"
-    "collectives_ms,peak_gib,sent_mb,formula_mb"
+    "collectives_ms,peak_gib,sent_mb,formula_mb,difference,norms"
 )
+METHODS = ("ring", "ulysses", "allgather")
+"""In the order of the memory that they need."""
 ATTENTIONS = {"path": ("log_gate",), "path_fox": (), "fox": ("w", "beta")}
 """Inputs that each attention leaves out."""
 
@@ -46,7 +52,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 NAN = float("nan")
 
-Step = Callable[[], Any]
+Step = Callable[[], Sequence[Tensor]]
 
 
 class Case(NamedTuple):
@@ -66,13 +72,25 @@ class Row(NamedTuple):
     peak_gib: float
     sent_mb: float
     formula_mb: float
+    norms: tuple[float, ...]
+
+
+class Single(NamedTuple):
+    """What rows of more ranks are compared with."""
+
+    both_ms: float
+    norms: tuple[float, ...]
 
 
 def main() -> None:
     args = parse(sys.argv[1:])
+    disable_multicast()
     dist.init_process_group("nccl" if GPU else "gloo")
     if GPU:
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        ranks, gpus = dist.get_world_size(), torch.cuda.device_count()
+        if ranks > gpus:
+            raise ValueError(f"every rank needs a GPU, got {ranks} ranks and {gpus} GPUs")
+        torch.cuda.set_device(dist.get_rank())
     report(args)
     dist.barrier()
     dist.destroy_process_group()
@@ -81,19 +99,39 @@ def main() -> None:
 def report(args: argparse.Namespace) -> None:
     """Measures every case; rank 0 prints. All ranks of the default group must call."""
     first = dist.get_rank() == 0
+    HQ, H = args.heads
+    cases = [Case(x, Shape(1, T, HQ, H, args.width)) for T in args.lengths for x in args.attention]
+    known = read_single(args.single, cases) if args.single else {}
+    notes = check(args, dist.get_world_size())
+    if args.single:
+        notes.append(f"single: {args.single}, {origin(args.single)}")
     if first:
-        print(*(f"# {line}" for line in preamble(__spec__.name)), HEADER, sep="\n", flush=True)
-    known = read_single(args.single) if args.single else {}
+        lines = [*preamble(__spec__.name), *notes]
+        print(*(f"# {line}" for line in lines), HEADER, sep="\n", flush=True)
+    for case in cases:
+        if case.shape.T != args.lengths[0]:
+            args.warmup = min(args.warmup, 1)  # the kernels are compiled
+        single = known.get(case)
+        for row in measure(case, args):
+            single = Single(row.both_ms, row.norms) if row.ranks == 1 else single
+            if first:
+                print_row(case, row, single)
+
+
+def check(args: argparse.Namespace, ranks: int) -> list[str]:
+    """Refuses lengths and heads that the ranks cannot share; leaves out a method, and says so."""
+    pieces = 2 * ranks if ranks > 1 else 1
     for T in args.lengths:
-        for attention in args.attention:
-            HQ, H = args.heads
-            case = Case(attention, Shape(1, T, HQ, H, args.width))
-            single = known.get(case)
-            for row in measure(case, args):
-                single = row.both_ms if row.ranks == 1 else single
-                if first:
-                    print_row(case, row, single)
-        args.warmup = 0  # the kernels are compiled
+        if T < 1 or T % pieces:
+            raise ValueError(f"--lengths must be multiples of {pieces} on {ranks} ranks, got {T}")
+    _, H = args.heads
+    if ranks == 1 or H % ranks == 0 or "ulysses" not in args.method:
+        return []
+    reason = f"--method ulysses needs key/value heads that {ranks} ranks divide, got {H}"
+    args.method = [method for method in args.method if method != "ulysses"]
+    if not args.method:
+        raise ValueError(reason)
+    return [f"left out: {reason}"]
 
 
 def measure(case: Case, args: argparse.Namespace) -> Iterator[Row]:
@@ -147,15 +185,16 @@ def bytes_sent(x: Inputs, ranks: int, pieces: int, method: str) -> tuple[int, in
 
 
 def steps_of(inputs: Inputs, function: Callable[..., Tensor], **options: Any) -> tuple[Step, Step]:
-    """Forward alone without autograd, and forward + backward."""
+    """Forward alone without autograd, and forward + backward. Norms of out and gradients, over all
+    ranks, do not depend on how many these are."""
     inputs = inputs.leaves()
     leaves = list(inputs.differentiable().values())
 
-    def forward() -> Tensor:
+    def forward() -> Sequence[Tensor]:
         with torch.no_grad():
-            return inputs.call(function, **options)
+            return [inputs.call(function, **options)]
 
-    d_out = torch.randn_like(inputs.q)  # values are as wide
+    d_out = inputs.q.detach()  # values are as wide
     return forward, lambda: torch.autograd.grad(inputs.call(function, **options), leaves, d_out)
 
 
@@ -163,34 +202,54 @@ def clock(
     method: str, ranks: int, steps: tuple[Step, Step] | None, args: argparse.Namespace
 ) -> Row:
     """The row of two steps. Every rank calls; one without steps waits."""
-    forward, both = steps or (lambda: None, lambda: None)
-    forward_ms = timed(forward, args.rep, args.warmup)
+    forward, both = steps or (tuple, tuple)
+    forward_ms, out = timed(forward, args.rep, args.warmup)
+    squares = squares_of(out)
+    del out
     before, sent = allocated(), GroupTransport.sent
-    both_ms = timed(both, args.rep, args.warmup)
+    both_ms, grads = timed(both, args.rep, args.warmup)
     sent = (GroupTransport.sent - sent) // (args.rep + args.warmup)
     peak = (allocated(peak=True) - before) / 2**30
+    squares += squares_of(grads)
+    del grads
     communication = communication_of(both) if ranks > 1 else (0.0, 0.0)
     peak, sent_mb = over_ranks([peak, sent / 1e6], dist.ReduceOp.MAX)
     sums = over_ranks([*communication], dist.ReduceOp.SUM)
     alone, collectives = (x / dist.get_world_size() for x in sums)
-    return Row(method, ranks, forward_ms, both_ms, alone, collectives, peak, sent_mb, 0.0)
+    squares = over_ranks(squares, dist.ReduceOp.SUM) if ranks > 1 else squares
+    norms = tuple(x**0.5 for x in squares)
+    numbers = (forward_ms, both_ms, alone, collectives, peak, sent_mb)
+    return Row(method, ranks, *numbers, formula_mb=0.0, norms=norms)
 
 
-def timed(step: Step, repetitions: int, warmup: int) -> float:
-    """Median over the runs of the slowest rank's time, in ms. The last run's peak memory stays."""
+def timed(step: Step, repetitions: int, warmup: int) -> tuple[float, Sequence[Tensor]]:
+    """Median over the runs of the slowest rank's time, in ms, and what the last run returned.
+    Its peak memory stays."""
     times = []
     for i in range(warmup + repetitions):
+        result: Sequence[Tensor] = ()  # the last run's must not add to the memory of this one
         dist.barrier()
         synchronize()
         if GPU:
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
-        step()
+        result = step()
         synchronize()
         (slowest,) = over_ranks([1e3 * (time.perf_counter() - begin)], dist.ReduceOp.MAX)
         if i >= warmup:
             times.append(slowest)
-    return statistics.median(times)
+    return statistics.median(times), result
+
+
+def squares_of(tensors: Sequence[Tensor]) -> list[float]:
+    """The squared norm of each."""
+    return [float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2 for x in tensors]
+
+
+def largest_difference(numbers: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative one; nan if any is."""
+    x, y = (torch.tensor(values, dtype=torch.float64) for values in (numbers, expected))
+    return float(((x - y).abs() / y.abs()).max())
 
 
 def over_ranks(numbers: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
@@ -248,25 +307,34 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def print_row(case: Case, row: Row, single: float | None) -> None:
-    """single: forward + backward on one GPU, in ms."""
-    speedup = single / row.both_ms if single else NAN
-    numbers = [row.forward_ms, row.both_ms, speedup, speedup / row.ranks, *row[4:]]
+def print_row(case: Case, row: Row, single: Single | None) -> None:
+    speedup = single.both_ms / row.both_ms if single else NAN
+    numbers = [row.forward_ms, row.both_ms, speedup, speedup / row.ranks, *row[4:-1]]
     cells = (case.attention, row.method, row.ranks, *case.shape, *(f"{x:.3f}" for x in numbers))
-    print(*cells, sep=",", flush=True)
+    difference = largest_difference(row.norms, single.norms) if single else NAN
+    norms = " ".join(f"{x:.6e}" for x in row.norms)
+    print(*cells, f"{difference:.1e}", norms, sep=",", flush=True)
 
 
-def read_single(path: Path) -> dict[Case, float]:
-    """Forward + backward on one GPU, in ms, of every case in the output of an earlier run."""
+def read_single(path: Path, cases: Sequence[Case]) -> dict[Case, Single]:
+    """What one GPU took for the cases, in the output of an earlier run."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    times = {}
+    singles = {}
     for row in csv.DictReader(lines):
-        if row["ranks"] == "1":
+        if row.get("ranks") == "1" and row.get("norms"):
             shape = Shape(*(int(row[name]) for name in Shape._fields))
-            times[Case(row["attention"], shape)] = float(row["both_ms"])
-    if not times:
-        raise ValueError(f"{path} holds no row of 1 rank with the columns {HEADER}")
-    return times
+            norms = tuple(float(x) for x in row["norms"].split())
+            singles[Case(row["attention"], shape)] = Single(float(row["both_ms"]), norms)
+    for case in cases:
+        if case not in singles:
+            raise ValueError(f"{path} holds no row of 1 rank of {case} with the columns {HEADER}")
+    return singles
+
+
+def origin(path: Path) -> str:
+    """Device and commit of an earlier run."""
+    lines = path.read_text().splitlines()
+    return ", ".join(x[2:] for x in lines if x.startswith(("# device:", "# commit:")))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -278,15 +346,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--heads", type=head_pair, default=(32, 8), help="query/key-value heads")
     parser.add_argument("--width", type=int, default=128, help="of a head")
     parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=["path"])
-    parser.add_argument("--method", nargs="+", choices=ROTATE_METHODS, default=ROTATE_METHODS)
+    parser.add_argument("--method", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--rep", type=int, default=10)
     parser.add_argument(
-        "--warmup", type=int, default=2, help="runs before those that count, of the first length"
+        "--warmup", type=int, default=2, help="runs that do not count; one after the first length"
     )
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--single", type=Path, help="output of an earlier run with rows of one GPU")
     one.add_argument("--no-single", dest="measure_single", action="store_false", help="skip them")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.rep < 1:
+        parser.error(f"--rep must be at least 1, got {args.rep}")
+    return args
 
 
 if __name__ == "__main__":

@@ -18,10 +18,12 @@ from pathlib import Path
 
 import torch
 
+from path_backend.provenance import disable_multicast
+
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 TINY = TESTS / "tiny.toml"
-TIMEOUT = 240.0  # seconds, of one run
+TIMEOUT = 240.0  # seconds, of one run if not said
 
 start_method = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 # Nothing of path_backend.integration: a stock run must not meet it.
@@ -64,11 +66,18 @@ class Run:
         return list(self.scalars["validation_metrics/loss"].values())
 
 
-def train(folder: Path, *overrides: str, ranks: int = 1, config: Path = TINY) -> Run:
+def train(
+    folder: Path,
+    *overrides: str,
+    ranks: int = 1,
+    config: Path = TINY,
+    timeout: float = TIMEOUT,
+) -> Run:
     """Run the trainer with a TOML file and command line overrides; outputs go to `folder`.
 
-    Raises TrainerError if a rank fails. Training again into the same folder resumes from its
-    checkpoint, as torchtitan does, and the result holds the later run's scalars.
+    Raises TrainerError if a rank fails or runs for more than `timeout` seconds. Training again
+    into the same folder resumes from its checkpoint, as torchtitan does, and the result holds the
+    later run's scalars.
     """
     attempt = len(list(folder.glob("attempt_*")))
     logs = folder / f"attempt_{attempt}"
@@ -83,23 +92,24 @@ def train(folder: Path, *overrides: str, ranks: int = 1, config: Path = TINY) ->
         start_method.Process(target=_rank_main, args=(rank, ranks, logs, arguments))
         for rank in range(ranks)
     ]
-    for process in processes:
-        process.start()
     try:
-        _wait(processes, logs)
+        for process in processes:
+            process.start()
+        _wait(processes, logs, timeout)
     finally:
         for process in processes:
             if process.is_alive():
                 process.kill()
-            process.join()
+                process.join()
     return Run(folder, _read_scalars(logs / "tb"), _output(logs, 0))
 
 
 def take_gpu(rank: int, ranks: int) -> int:
-    """Make the rank's GPU the current one, and return its number.
+    """Make the rank's GPU the current one, without NVLink multicast, and return its number.
 
     NCCL refuses ranks that share a GPU, unless each is a host of its own; they meet over sockets.
     """
+    disable_multicast()
     gpus = torch.cuda.device_count()
     if ranks > gpus:
         os.environ |= {
@@ -141,8 +151,8 @@ def _rank_main(rank: int, ranks: int, logs: Path, arguments: list[str]) -> None:
     runpy.run_module("torchtitan.train", run_name="__main__")
 
 
-def _wait(processes: list, logs: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT
+def _wait(processes: list, logs: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
     while any(process.is_alive() for process in processes):
         failed = [r for r, process in enumerate(processes) if process.exitcode]
         if failed or time.monotonic() > deadline:
@@ -151,7 +161,8 @@ def _wait(processes: list, logs: Path) -> None:
     # A rank that failed explains more than those that wait for it.
     for rank, process in sorted(enumerate(processes), key=lambda item: item[1].exitcode is None):
         if process.exitcode != 0:
-            reason = "did not end" if process.exitcode is None else f"exit {process.exitcode}"
+            code = process.exitcode
+            reason = f"did not end in {timeout:g} s" if code is None else f"exit {code}"
             raise TrainerError(f"rank {rank}: {reason}\n{_output(logs, rank)[-6000:]}")
 
 
