@@ -90,14 +90,13 @@ def rows(
         if isinstance(run, str):
             yield [layout.name, *[""] * 6, run]
             continue
-        difference, verdict = "–", "reference"
         if layout is first:
-            reference = run
+            reference, difference, verdict = run, "–", "reference"
         elif reference:
             difference, equal = compare(run, reference, budget)
             verdict = f"{'equals' if equal else 'differs from'} {first}"
         else:
-            verdict = f"without {first}"
+            difference, verdict = "", f"without {first}"
         losses = ", ".join(f"{x:.5f}" for x in run.loss)
         yield [layout.name, *speed(run, layout), difference, losses, verdict]
 

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import io
+import os
 import sys
 from importlib.util import find_spec
 from itertools import product
@@ -14,6 +15,7 @@ from ranks import on_ranks
 
 from path_backend import benchmark, benchmark_context_parallel, context_parallel, peers
 from path_backend.attention import path_attention
+from path_backend.provenance import NO_MULTICAST
 from path_backend.testing import make_inputs
 
 TINY = "--lengths 70 130 --widths 16 --heads 2/1 --tokens 130 --rep 1".split()
@@ -261,16 +263,17 @@ def context_parallel_rows(ranks, *arguments, backend="gloo"):
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="meets by gloo, on a GPU by NCCL")
 def test_context_parallel_rows(tmp_path, ranks):
-    """An efficiency of the wrong ranks or row, bytes of another step, ranks that wait for ever."""
+    """An efficiency of the wrong ranks or row, bytes of another step, ranks that wait for ever;
+    norms of a rank's tokens alone, or of another d(out) on more ranks."""
     header = benchmark_context_parallel.HEADER
-    cells = [f"{attention},,1,1,256,16,8,16,5,{ms},1,1,0,0,1,0,0" for attention, ms in SINGLE]
+    cells = [f"{x},,1,1,256,16,8,16,5,{ms},1,1,0,0,1,0,0,0,{norms_of(x)}" for x, ms in SINGLE]
     earlier = tmp_path / "one.csv"
     earlier.write_text("\n".join(["# a comment", header, *cells]))
     attentions = [attention for attention, _ in SINGLE]
     rows = context_parallel_rows(
         ranks, "--lengths", "256", "--attention", *attentions, "--single", str(earlier)
     )
-    methods = context_parallel.ROTATE_METHODS
+    methods = benchmark_context_parallel.METHODS
     assert [(x["attention"], x["method"]) for x in rows] == list(product(attentions, methods))
     for row in rows:
         assert row["ranks"] == str(ranks)
@@ -278,6 +281,16 @@ def test_context_parallel_rows(tmp_path, ranks):
         assert float(row["speedup"]) == pytest.approx(speedup, abs=1e-3)
         assert float(row["efficiency"]) == pytest.approx(speedup / ranks, abs=1e-3)
         assert float(row["sent_mb"]) > 0 and row["sent_mb"] == row["formula_mb"]
+        assert 0 < float(row["difference"]) < 1e-3
+
+
+def norms_of(attention):
+    """Norms of out and its gradients on one device, with q for d(out)."""
+    absent = dict.fromkeys(benchmark_context_parallel.ATTENTIONS[attention])
+    inputs = benchmark.draw(benchmark.Shape(1, 256, 16, 8, 16), "cpu")._replace(**absent).leaves()
+    out = inputs.call(path_attention)
+    grads = torch.autograd.grad(out, [*inputs.differentiable().values()], inputs.q)
+    return " ".join(str(float(x.detach().double().norm())) for x in (out, *grads))
 
 
 SINGLE = [("path", 1000.0), ("path_fox", 2000.0), ("fox", 500.0)]
@@ -293,21 +306,88 @@ def test_context_parallel_rows_of_gpus():
     for row in rows:
         assert row["sent_mb"] == row["formula_mb"] and float(row["peak_gib"]) > 0
         assert float(row["exposed_ms"]) <= float(row["collectives_ms"])
+        assert float(row["difference"]) < 1e-2
 
 
 def test_rows_of_one_gpu_are_read(tmp_path):
-    """An efficiency against another file's numbers, or against nothing."""
+    """An efficiency against another file's numbers, or against nothing; a lost origin."""
     path = tmp_path / "other.csv"
-    path.write_text(benchmark_context_parallel.HEADER)
-    with pytest.raises(ValueError, match="other.csv holds no row of 1 rank"):
-        benchmark_context_parallel.read_single(path)
+    case = benchmark_context_parallel.Case("path", benchmark.Shape(1, 512, 16, 8, 16))
+    row = "path,,1,1,256,16,8,16,5,7,1,1,0,0,1,0,0,0,1 2"
+    for text in ("a,b\n1,2", f"{benchmark_context_parallel.HEADER}\n{row}"):
+        path.write_text(f"# a comment\n# device: a card\n# commit: abc\n{text}")
+        with pytest.raises(ValueError, match=r"other.csv holds no row of 1 rank of .*T=512"):
+            benchmark_context_parallel.read_single(path, [case])
+    case = case._replace(shape=case.shape._replace(T=256))
+    assert benchmark_context_parallel.read_single(path, [case])[case] == (7.0, (1.0, 2.0))
+    assert benchmark_context_parallel.origin(path) == "device: a card, commit: abc"
 
 
 def test_context_parallel_methods(capsys):
     """A method that the function has and the benchmark does not offer, or one that it lacks."""
     parse = benchmark_context_parallel.parse
-    assert tuple(parse([]).method) == context_parallel.ROTATE_METHODS
+    assert sorted(parse([]).method) == sorted(context_parallel.ROTATE_METHODS)
     assert parse(["--method", "ulysses"]).method == ["ulysses"]
     with pytest.raises(SystemExit):
         parse(["--method", "alltoall"])
     assert "invalid choice: 'alltoall'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(["--rep", "0"])
+    assert "--rep must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--lengths 64 1003", "--lengths must be multiples of 8 on 4 ranks, got 1003"),
+        ("--lengths 0", "--lengths must be multiples of 8 on 4 ranks, got 0"),
+        ("--heads 8/2 --method ulysses", "key/value heads that 4 ranks divide, got 2"),
+    ],
+)
+def test_sizes_that_ranks_cannot_share(arguments, message):
+    """Fewer tokens than the row says, or a failure after hours."""
+    with pytest.raises(ValueError, match=message):
+        benchmark_context_parallel.check(benchmark_context_parallel.parse(arguments.split()), 4)
+
+
+def test_heads_that_ranks_do_not_divide():
+    """The rows of other methods lost, or a method that is missing without a word."""
+    args = benchmark_context_parallel.parse("--lengths 64 --heads 8/2".split())
+    (note,) = benchmark_context_parallel.check(args, 4)
+    assert note.startswith("left out: --method ulysses needs") and "ulysses" not in args.method
+    assert len(args.method) == 2
+    args = benchmark_context_parallel.parse("--lengths 1003 --heads 8/2".split())
+    assert benchmark_context_parallel.check(args, 1) == []
+
+
+def test_later_lengths_are_warmed_up(monkeypatch):
+    """A cold run that counts, because the kernels of another length are compiled."""
+    seen = []
+    monkeypatch.setattr(
+        benchmark_context_parallel,
+        "measure",
+        lambda case, args: seen.append((case.shape.T, args.warmup)) or [],
+    )
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    arguments = "--lengths 64 128 --attention path fox --warmup 3".split()
+    benchmark_context_parallel.report(benchmark_context_parallel.parse(arguments))
+    assert seen == [(64, 3), (64, 3), (128, 1), (128, 1)]
+
+
+def test_context_parallel_start(monkeypatch):
+    """Ranks that share a GPU and are timed as if not, or that meet with NVLink multicast on."""
+    for name in NO_MULTICAST:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    met = []
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda _: met.append({**os.environ})
+    )
+    monkeypatch.setattr(sys, "argv", ["benchmark"])
+    monkeypatch.setattr(benchmark_context_parallel, "GPU", True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="every rank needs a GPU, got 4 ranks and 2 GPUs"):
+        benchmark_context_parallel.main()
+    assert met[0].items() >= NO_MULTICAST.items()

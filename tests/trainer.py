@@ -167,7 +167,8 @@ def _wait(processes: list, logs: Path, timeout: float) -> None:
 
 
 def _output(logs: Path, rank: int) -> str:
-    return (logs / f"rank_{rank}.log").read_text(errors="replace")
+    path = logs / f"rank_{rank}.log"  # a rank may end before it has one
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _read_scalars(folder: Path) -> dict[str, dict[int, float]]:
