@@ -239,7 +239,7 @@ def test_refuses_stock_attention_that_needs_a_gpu(monkeypatch, name, degrees, ke
 
 def test_refuses_kernels_that_do_not_cover_the_job(monkeypatch):
     """Kernels that were asked for by name missed only in the first step, or not at all."""
-    pytest.importorskip("path_backend.kernels.launch")  # reads the variable for the whole process
+    launch = pytest.importorskip("path_backend.kernels.launch")  # reads the variable for good
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     triton = "--model.path.implementation=triton"
     monkeypatch.setattr(utils, "device_type", "cpu")
@@ -248,6 +248,7 @@ def test_refuses_kernels_that_do_not_cover_the_job(monkeypatch):
     with pytest.raises(ValueError, match='"auto" or "torch" here, got "triton", .* on cpu'):
         check_training(triton)
     monkeypatch.setattr(utils, "device_type", "cuda")
+    monkeypatch.setattr(launch.config, "capability", lambda: (9, 0))
     check_training(triton)
     with pytest.raises(ValueError, match='got "triton", .* stick-breaking'):
         check_training(triton, "--model.attention=stick_breaking")
