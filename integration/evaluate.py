@@ -36,14 +36,14 @@ from path_backend.integration import dataset, perplexity, tasks
 from path_backend.integration.arguments import positive_integer
 from path_backend.integration.checkpoint import refuse_other_sizes
 from path_backend.integration.job import load_job, model_args
-from path_backend.integration.task_error import count_errors
+from path_backend.integration.task_error import count_errors, error_scalars
 from path_backend.provenance import commit, version
 
 FACTORS = (1, 4, 8, 16)  # of training.seq_len: the lengths of perplexity
+DOCUMENTS = 64  # of each text and length
 # Of a task: 256 sequences of 512 in a forward pass, 8192 drawn at a time. Held out is one sequence
 # in eight, which takes about 60 rounds of drawing however many are asked for.
 TOKENS_PER_PASS, TOKENS_PER_DRAW = 2**17, 2**22
-_STEP = "step-"  # and a number: the trainer's name of a checkpoint
 _TRAINER_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 
 
@@ -97,17 +97,23 @@ def load_subject(job: JobConfig, checkpoint: Path, longest: int) -> Subject:
         )
     refuse_other_sizes(str(checkpoint), state, saved)
     dcp.load(state, checkpoint_id=str(checkpoint))
-    return Subject(job, model.eval(), tokenizer, device, int(checkpoint.name[len(_STEP) :]))
+    return Subject(job, model.eval(), tokenizer, device, step_of(checkpoint))
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number in a name that the trainer gave. Raises ValueError for another name."""
+    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    if not match:
+        raise ValueError(f"--checkpoint must be named step-<number>, got {checkpoint}")
+    return int(match[1])
 
 
 def find_checkpoint(folder: Path, step: int | None) -> Path:
     """The folder `step-<step>` of a checkpoint folder, or the latest; also one that is given."""
     if (folder / ".metadata").is_file() and step is None:
-        if not re.fullmatch(rf"{_STEP}\d+", folder.name):
-            raise ValueError(f"--checkpoint must be named {_STEP}<number>, got {folder}")
+        step_of(folder)
         return folder
-    found = (path.parent for path in folder.glob(f"{_STEP}*/.metadata"))
-    steps = {int(path.name[len(_STEP) :]): path for path in found}
+    steps = {step_of(path.parent): path.parent for path in folder.glob("step-*/.metadata")}
     if step is None and steps:
         return steps[max(steps)]
     if step not in steps:
@@ -225,15 +231,19 @@ def evaluate(
     """Load a checkpoint and score it; the result is what the JSON file holds.
 
     `seq_len` is of a task's sequences, that of training if None; `text`, `factors` and `documents`
-    are of text (by default `FACTORS` and 64).
+    are of text (by default `FACTORS` and `DOCUMENTS`).
     """
     is_task = bool(tasks.evaluation_sets(job.training.dataset))
-    of_text = {"--text": text, "--factors": factors, "--documents": documents}
-    for name, value in of_text.items() if is_task else [("--seq-len", seq_len)]:
+    if is_task:
+        what = "is a task"
+        foreign = {"--text": text, "--factors": factors, "--documents": documents}
+    else:
+        what, foreign = "is text, whose lengths are --factors", {"--seq-len": seq_len}
+    for name, value in foreign.items():
         if value:
             raise ValueError(
                 f'{name} must be left out for training.dataset = "{job.training.dataset}", which '
-                f"{'is a task' if is_task else 'is text, whose lengths are --factors'}, got {value}"
+                f"{what}, got {value}"
             )
     length, factors = seq_len or job.training.seq_len, factors or FACTORS
     longest = length * (1 if is_task else max(factors))
@@ -246,7 +256,7 @@ def evaluate(
     if is_task:
         difficulty = {"length": length, "task": tasks.describe(job)}
         return result | difficulty | {"sets": evaluate_task(subject, predictions, length)}
-    return result | {"perplexity": evaluate_text(subject, text, factors, documents or 64)}
+    return result | {"perplexity": evaluate_text(subject, text, factors, documents or DOCUMENTS)}
 
 
 def other_length(result: dict[str, Any]) -> str:
@@ -257,13 +267,10 @@ def other_length(result: dict[str, Any]) -> str:
 
 def scalars(result: dict[str, Any]) -> dict[str, float]:
     """A result as TensorBoard's scalars."""
-    values = {}
+    values: dict[str, float] = {}
     for name, scores in result.get("sets", {}).items():
         place = f"evaluation/{name}{other_length(result)}"
-        values[f"{place}/error"] = scores["error"]
-        values[f"{place}/error_95_low"] = scores["error_95"][0]
-        values[f"{place}/error_95_high"] = scores["error_95"][1]
-        values[f"{place}/loss"] = scores["loss"]
+        values |= error_scalars(place, scores) | {f"{place}/loss": scores["loss"]}
     for name, rows in result.get("perplexity", {}).items():
         for row in rows:
             if row["perplexity"] is not None:
@@ -303,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--documents",
         type=positive_integer,
-        help="documents per text and longest length they fill (default: 64)",
+        help=f"documents per text and longest length they fill (default: {DOCUMENTS})",
     )
     options, overrides = parser.parse_known_args(arguments)
     init_logger()
@@ -320,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command=f"path-backend evaluate {shlex.join(arguments)}",
     )
     folder = Path(job.job.dump_folder)
-    name = f"{_STEP}{result['step']}{other_length(result)}.json"
+    name = f"step-{result['step']}{other_length(result)}.json"
     output = options.output or folder / "evaluation" / name
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")

@@ -8,6 +8,7 @@ import functools
 import re
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.checkpoint import DATALOADER, CheckpointManager
 
@@ -49,8 +50,8 @@ def check(state_dict: dict[str, Any], folder: str) -> None:
                 f"{', '.join(sorted(names))} in its layers. Through Hugging Face's format "
                 f"(checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf) they {then}"
             )
-    sized = {n: x for n, x in state_dict.items() if n in ours or n == "tok_embeddings.weight"}
-    refuse_other_sizes(folder, sized, saved)
+    tensors = {name: x for name, x in state_dict.items() if isinstance(x, Tensor)}
+    refuse_other_sizes(folder, tensors, saved)
     if DATALOADER in state_dict:
         ranks = state_dict[DATALOADER].state_dict().get("world_size")
         found = sum(map(bool, map(_RANK.fullmatch, saved)))

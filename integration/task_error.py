@@ -42,6 +42,16 @@ class Errors:
         }
 
 
+def error_scalars(place: str, summary: dict[str, Any]) -> dict[str, float]:
+    """The share of errors and its interval as TensorBoard's scalars, below `place`."""
+    low, high = summary["error_95"]
+    return {
+        f"{place}/error": summary["error"],
+        f"{place}/error_95_low": low,
+        f"{place}/error_95_high": high,
+    }
+
+
 def wilson_interval(wrong: int, predictions: int) -> tuple[float, float]:
     """95 % interval of a share; it has a width even if no error, or nothing else, was seen.
 
@@ -114,7 +124,7 @@ def log_errors(validator: BaseValidator) -> BaseValidator:
         sums = sums.to(labels.device) + torch.stack([wrong.sum(), counts.sum()])
         return stock_loss(logits, labels)
 
-    def share() -> dict[str, float]:
+    def summary() -> dict[str, Any]:
         dims = validator.parallel_dims
         wrong, predictions = sums.tolist()
         if dims.dp_cp_enabled:
@@ -122,10 +132,7 @@ def log_errors(validator: BaseValidator) -> BaseValidator:
             wrong, predictions = (utils.dist_sum(x, mesh) for x in sums.float())
         if not predictions:
             return {}
-        low, high = wilson_interval(int(wrong), int(predictions))
-        names = ("error", "error_95_low", "error_95_high")
-        shares = (wrong / predictions, low, high)
-        return {f"validation_metrics/{n}": x for n, x in zip(names, shares, strict=True)}
+        return Errors(int(predictions), int(wrong)).summary()
 
     @functools.wraps(stock_validate)
     def validate(model_parts, step: int) -> None:
@@ -135,12 +142,13 @@ def log_errors(validator: BaseValidator) -> BaseValidator:
         stock_log = processor.log_validation
 
         def log(*, loss: float, step: int) -> None:
-            errors = share()
-            stock_log(loss=loss, step=step, extra_metrics=errors)
+            errors = summary()
+            metrics = error_scalars("validation_metrics", errors) if errors else {}
+            stock_log(loss=loss, step=step, extra_metrics=metrics)
             if errors:
-                error, low, high = errors.values()
+                low, high = errors["error_95"]
                 logger.info(
-                    f"validate step: {step:2}  error: {error:.5f}  "
+                    f"validate step: {step:2}  error: {errors['error']:.5f}  "
                     f"95 % interval: {low:.5f} to {high:.5f}"
                 )
 

@@ -109,9 +109,8 @@ def training_task(job_config: JobConfig) -> Task | None:
 
 def describe(job_config: JobConfig) -> dict[str, Any]:
     """Seed and difficulty of the task that the job trains on."""
-    config = _config(job_config)
-    task: Any = _TASKS[job_config.training.dataset](config)
-    return {"seed": config.seed, **asdict(task)}
+    task: Any = training_task(job_config)
+    return {"seed": _config(job_config).seed, **asdict(task)}
 
 
 def stream(job_config: JobConfig, dataset: str, length: int) -> Stream:

@@ -6,13 +6,14 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from parity import FP32, ONE_RANK, Budget, Column, Layout, Parity, assert_same_state
 from safetensors.torch import load_file, save_file
 from test_config import parse
 from torchtitan.models import llama3, qwen3
 from trainer import TrainerError, train
 
-from path_backend.integration import train_spec
+from path_backend.integration import resume, train_spec
 from path_backend.integration.dataset import TOKENIZER_DIR
 
 STOCK = {"llama3": llama3, "qwen3": qwen3}
@@ -314,3 +315,11 @@ def test_experts(caplog):
     (record,) = caplog.records
     assert record.message.endswith(f"left out: {', '.join(sorted(balance))}")
     assert_equal(back, {name: value for name, value in state.items() if name not in balance})
+
+
+def test_another_vocabulary_is_refused(tmp_path):
+    """Catches a job that goes on from one of another task, told in sizes of optimizer states."""
+    dcp.save({"tok_embeddings.weight": torch.zeros(8, 4)}, checkpoint_id=tmp_path, no_dist=True)
+    message = r"same tokenizer or task, got tok_embeddings.weight of \[8, 4\], .* is \[6, 4\]"
+    with pytest.raises(ValueError, match=message):
+        resume.check({"tok_embeddings.weight": torch.zeros(6, 4)}, str(tmp_path))
