@@ -19,7 +19,7 @@ def main() -> None:
             print(message)
             return
         sys.exit(message)
-    module = importlib.import_module(f"path_backend.integration.{sys.argv[1]}")
+    module = importlib.import_module(f"path_backend.integration.commands.{sys.argv[1]}")
     module.main(sys.argv[2:])
 
 

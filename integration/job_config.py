@@ -28,8 +28,10 @@ from typing import Any, Literal, get_args
 from torchtitan.config import ConfigManager
 
 from path_backend.beta import BETA_MAX
-from path_backend.integration import cpu, dataset, train_spec
-from path_backend.integration.tasks import TaskConfig
+from path_backend.integration.data import text
+from path_backend.integration.data.tasks import TaskConfig
+from path_backend.integration.repairs import cpu
+from path_backend.integration.torchtitan import train_spec
 from path_backend.tasks import FlipFlop, Mqrar
 
 Attention = Literal["default", "path", "path_fox", "fox", "nope", "stick_breaking"]
@@ -197,5 +199,5 @@ def _keys(cls: type) -> str:
 
 _check_tables()
 cpu.activate_without_accelerator()
-dataset.register()
+text.register()
 train_spec.register()

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .attention_forward import diagonal_logits, gate_between, seen_from
-from .sweep import key_moves, query_moves
+from .carry import key_moves, query_moves
 from .tiles import (
     GATE_SPAN,
     as_product,

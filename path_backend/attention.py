@@ -1,17 +1,21 @@
-"""The public function: checks a call, fills in its defaults, and hands it to the op."""
+"""The public functions: each checks a call, fills in its defaults, and hands it to its op."""
 
 from __future__ import annotations
 
-import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from path_backend import ops
-from path_backend.sharded import Inputs
+from path_backend import ops  # noqa: F401 (registers the ops)
+from path_backend.arguments import Inputs, prepare
+from path_backend.context_parallel.collectives import METHODS
+from path_backend.context_parallel.layout import Layout
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+EXCHANGES = (*METHODS, "heads")
 
 
 def path_attention(
@@ -65,7 +69,7 @@ def path_attention(
         NotImplementedError: "triton" was asked for a case that the kernels do not cover.
 
     Source: Yang et al., PaTH Attention (NeurIPS 2025), sections 2 and 3; the gate is that of
-    Lin et al., Forgetting Transformer (ICLR 2025). path_backend/dyadic.py describes the algorithm.
+    Lin et al., Forgetting Transformer (ICLR 2025). path_backend/eager describes the algorithm.
     """
     inputs = Inputs(q, k, v, w, beta, log_gate, document_start)
     inputs, scale = prepare(inputs, scale, gate_scale, implementation)
@@ -73,104 +77,60 @@ def path_attention(
     return out
 
 
-def prepare(
-    inputs: Inputs, scale: float | None, gate_scale: float, implementation: str
-) -> tuple[Inputs, float]:
-    """Checks the arguments of path_attention; returns tensors and scale as the op takes them."""
-    q, k, v, w, beta, log_gate, document_start = inputs
-    _check(q, k, v, w, beta, log_gate, document_start, implementation)
-    _check_number("scale", scale)
-    _check_number("gate_scale", gate_scale)
-    if log_gate is None and gate_scale != 1.0:
-        raise ValueError(f"gate_scale needs a log_gate, got gate_scale = {gate_scale} without one")
-    _refuse_forward_mode(q, k, v, w, beta, log_gate)
-    precise = torch.promote_types(q.dtype, torch.float32)
-    if beta is not None:
-        beta = beta.to(precise)
-    if log_gate is not None:
-        log_gate = log_gate.to(precise)
-        if gate_scale != 1.0:
-            log_gate = log_gate * gate_scale
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return inputs._replace(beta=beta, log_gate=log_gate), scale
-
-
-def _check(
+def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    w: Tensor | None,
-    beta: Tensor | None,
-    log_gate: Tensor | None,
-    document_start: Tensor | None,
-    implementation: str,
-) -> None:
-    if implementation not in ops.IMPLEMENTATIONS:
+    w: Tensor | None = None,
+    beta: Tensor | None = None,
+    log_gate: Tensor | None = None,
+    *,
+    layout: Layout,
+    group: ProcessGroup,
+    exchange: str = "allgather",
+    scale: float | None = None,
+    document_start: Tensor | None = None,
+    gate_scale: float = 1.0,
+    implementation: str = "auto",
+) -> Tensor:
+    """path_attention of a sequence whose tokens are spread over the ranks of a group.
+
+    All ranks of the group must call, and differentiate, in the same order.
+
+    Args:
+        q, k, v, w, beta, log_gate, scale, gate_scale, implementation: as path_attention, of this
+            rank's T = layout.tokens tokens.
+        layout: the tokens of every rank; the same on all of them.
+        document_start: int32 [B, T], this rank's part of the whole sequence's: it holds numbers of
+            tokens in the whole sequence.
+        group: the process group.
+        exchange: what ranks send each other. "allgather": keys and values, all at once; memory
+            grows with the sequence. "ring": keys and values, rank by rank, while attention on
+            those before runs; memory per rank does not grow with the number of ranks. "heads": the
+            ranks, which must divide H, exchange tokens for heads (Ulysses), and each attends with
+            its own heads.
+
+    Returns:
+        [B, T, HQ, DV] in q's dtype, of this rank's tokens.
+
+    Raises:
+        ValueError, TypeError: as path_attention. On every rank, if shapes, dtypes, options or the
+            layout differ between ranks, or the tensors have not the length that the layout says.
+            On a GPU ranks are compared in the first call of its kind only, since the host waits.
+        RuntimeError: from the process group, within its timeout, if another rank failed.
+    """
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
+    if layout.ranks != group.size():
+        raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {group.size()}")
+    inputs = Inputs(q, k, v, w, beta, log_gate, document_start)
+    inputs, scale = prepare(inputs, scale, gate_scale, implementation)
+    H = k.shape[2]
+    if exchange == "heads" and H % layout.ranks:
         raise ValueError(
-            f"implementation must be one of {ops.IMPLEMENTATIONS}, got {implementation!r}"
+            "exchange 'heads' needs a number of key/value heads that the ranks divide, "
+            f"got H = {H} and {layout.ranks} ranks"
         )
-    if (w is None) != (beta is None):
-        given, missing = ("w", "beta") if beta is None else ("beta", "w")
-        raise ValueError(f"w and beta must come together, got {given} without {missing}")
-    values: dict[str, object] = {"q": q, "k": k, "v": v, "w": w, "beta": beta}
-    values |= {"log_gate": log_gate, "document_start": document_start}
-    for name, value in values.items():
-        if not isinstance(value, Tensor) and (value is not None or name in ("q", "k", "v")):
-            raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
-    for name, qkv in (("q", q), ("k", k), ("v", v)):
-        if qkv.ndim != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions [B, T, heads, D], got {list(qkv.shape)}"
-            )
-    B, T, HQ, D = q.shape
-    H, DV = v.shape[2:]
-    for name, size in (("T", T), ("B", B), ("HQ", HQ), ("D", D), ("H", H), ("DV", DV)):
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got q {list(q.shape)}, v {list(v.shape)}")
-    if HQ % H != 0:
-        raise ValueError(f"the heads of k must divide those of q, got HQ = {HQ} and H = {H}")
-    _check_shape("k", k, "[B, T, H, D]", (B, T, H, D))
-    _check_shape("v", v, "[B, T, H, DV]", (B, T, H, DV))
-    _check_shape("w", w, "[B, T, H, D]", (B, T, H, D))
-    _check_shape("beta", beta, "[B, T, H]", (B, T, H))
-    _check_shape("log_gate", log_gate, "[B, T, HQ]", (B, T, HQ))
-    _check_shape("document_start", document_start, "[B, T]", (B, T))
-
-    if q.dtype not in _DTYPES:
-        raise TypeError(f"q must have a dtype of {list(_DTYPES)}, got {q.dtype}")
-    optional: dict[str, Tensor | None] = {"k": k, "v": v, "w": w}
-    for name, x in optional.items():
-        if x is not None and x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-    for name, x in (("beta", beta), ("log_gate", log_gate)):
-        if x is not None and not x.dtype.is_floating_point:
-            raise TypeError(f"{name} must have a floating dtype, got {x.dtype}")
-    if document_start is not None and document_start.dtype != torch.int32:
-        raise TypeError(f"document_start must have dtype torch.int32, got {document_start.dtype}")
-
-    optional |= {"beta": beta, "log_gate": log_gate, "document_start": document_start}
-    for name, x in optional.items():
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-
-
-def _check_shape(name: str, x: Tensor | None, symbols: str, shape: tuple[int, ...]) -> None:
-    if x is not None and x.shape != shape:
-        raise ValueError(f"{name} must have shape {symbols} = {list(shape)}, got {list(x.shape)}")
-
-
-def _check_number(name: str, x: float | None) -> None:
-    if x is None and name == "scale":
-        return
-    if not isinstance(x, (int, float, torch.SymFloat)):
-        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    if not -math.inf < x < math.inf:
-        raise ValueError(f"{name} must be finite, got {x}")
-
-
-def _refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Without it torch takes the missing formula for a derivative of zero."""
-    if forward_ad._current_level < 0:
-        return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise RuntimeError("path_attention has no forward-mode derivative")
+    plan = (layout.flat, layout.length, group.group_name, exchange, scale, implementation)
+    out, _ = torch.ops.path_backend.context_parallel_attention(*inputs, *plan)
+    return out

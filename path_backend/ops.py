@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from path_backend import blocks, dyadic, exchange, sharded, ulysses
-from path_backend.layout import Layout
-
-IMPLEMENTATIONS = ("auto", "torch", "triton")
+from path_backend.arguments import Inputs
+from path_backend.context_parallel import by_heads, by_tokens, collectives
+from path_backend.context_parallel.layout import Layout
+from path_backend.eager import attention as eager
+from path_backend.eager import segments
 
 _library = torch.library.Library("path_backend", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -43,9 +44,7 @@ _library.define(
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dw, Tensor dbeta, Tensor dlog_gate)",
     tags=_tags,
 )
-_plan = (
-    "int[] starts, int length, str group_name, str rotate_method, float scale, str implementation"
-)
+_plan = "int[] starts, int length, str group_name, str exchange, float scale, str implementation"
 _library.define(
     f"context_parallel_attention({_inputs}, {_plan}) -> (Tensor out, Tensor lse)", tags=_tags
 )
@@ -78,8 +77,8 @@ def _attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 def _context_parallel_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     x, (starts, length, group_name, method, scale, implementation) = _split(arguments)
-    transport = exchange.GroupTransport(group_name)
-    call = sharded.describe(x, starts, length, method, scale)
+    transport = collectives.GroupTransport(group_name)
+    call = by_tokens.describe(x, starts, length, method, scale)
     transport.agree(call, x.q.device)
     with _computing(x.q):
         plan = _make_plan(x, transport, starts, length, method, scale, implementation)
@@ -93,37 +92,37 @@ def _context_parallel_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _context_parallel_attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     x, (out, lse, starts, length, group_name, method, scale, implementation) = _split(arguments)
-    transport = exchange.GroupTransport(group_name)
+    transport = collectives.GroupTransport(group_name)
     with _computing(x.q):
         plan = _make_plan(x, transport, starts, length, method, scale, implementation)
         grads = _algorithm(method).backward(d_out, x, out, lse, plan)
     return tuple(x.q.new_empty(0) if g is None else g for g in grads)
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[sharded.Inputs, tuple[Any, ...]]:
+def _split(arguments: tuple[Any, ...]) -> tuple[Inputs, tuple[Any, ...]]:
     """Tensors of path_attention, and what comes after them."""
-    count = len(sharded.Inputs._fields)
-    return sharded.Inputs(*arguments[:count]), arguments[count:]
+    count = len(Inputs._fields)
+    return Inputs(*arguments[:count]), arguments[count:]
 
 
 def _make_plan(
-    x: sharded.Inputs,
-    transport: exchange.Transport,
+    x: Inputs,
+    transport: collectives.Transport,
     starts: list[int],
     length: int,
     method: str,
     scale: float,
     implementation: str,
-) -> sharded.Plan:
+) -> by_tokens.Plan:
     layout = Layout.from_flat(tuple(starts), length, transport.ranks)
     if x.q.shape[1] != layout.tokens:
         raise ValueError(
             f"q must have the {layout.tokens} tokens that the layout gives each rank, "
             f"got {x.q.shape[1]}"
         )
-    torch_form = dyadic if method == "ulysses" else blocks
+    torch_form = eager if method == "heads" else segments
     backend = _backend(x.q.device, implementation, x, torch_form)
-    return sharded.Plan(layout, transport, method, scale, backend)
+    return by_tokens.Plan(layout, transport, method, scale, backend)
 
 
 @contextlib.contextmanager
@@ -135,22 +134,22 @@ def _computing(q: Tensor) -> Iterator[None]:
         yield
 
 
-def _algorithm(rotate_method: str) -> ModuleType:
-    return ulysses if rotate_method == "ulysses" else sharded
+def _algorithm(exchange: str) -> ModuleType:
+    return by_heads if exchange == "heads" else by_tokens
 
 
 def _backend(
     device: torch.device,
     implementation: str,
     inputs: tuple[_Optional, ...],
-    torch_form: ModuleType = dyadic,
+    torch_form: ModuleType = eager,
 ) -> ModuleType:
-    """The module that computes this case: torch_form or path_backend.kernels.launch."""
+    """The module that computes this case: torch_form or path_backend.kernels.backend."""
     if implementation == "torch" or (implementation == "auto" and device.type != "cuda"):
         return torch_form
     reason = why_not_kernels(device, inputs)
     if reason is None:
-        return _load_launch()
+        return _load_backend()
     if implementation == "triton":
         raise NotImplementedError(f"implementation='triton' does not cover this call: {reason}")
     _announce(reason)
@@ -163,18 +162,18 @@ def why_not_kernels(device: torch.device, inputs: tuple[_Optional, ...]) -> str 
     if device.type != "cuda" and not interpreted:
         return f"tensors are on {device}; the kernels need CUDA, or TRITON_INTERPRET=1"
     try:
-        launch = _load_launch()
+        backend = _load_backend()
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "triton":
             raise
         return "triton is not installed"
-    return launch.unsupported_reason(*inputs)
+    return backend.unsupported_reason(*inputs)
 
 
-def _load_launch() -> ModuleType:
-    from path_backend.kernels import launch
+def _load_backend() -> ModuleType:
+    from path_backend.kernels import backend
 
-    return launch
+    return backend
 
 
 @functools.cache

@@ -7,11 +7,13 @@ a case holds the same numbers on every device and, up to rounding, in every dtyp
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from path_backend.arguments import Inputs
 
 BETAS = {
     "random": lambda x: 2 * torch.sigmoid(x),
@@ -23,32 +25,9 @@ BETAS = {
 }
 
 
-class Inputs(NamedTuple):
-    """The arguments of one call."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    w: Tensor | None
-    beta: Tensor | None
-    log_gate: Tensor | None
-    document_start: Tensor | None
-
-    def differentiable(self) -> dict[str, Tensor]:
-        """The floating inputs that are there, by name."""
-        return {n: x for n, x in zip(self._fields[:6], self[:6], strict=True) if x is not None}
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Inputs:
-        """The function applied to the floating inputs."""
-        return self._replace(**{n: function(x) for n, x in self.differentiable().items()})
-
-    def leaves(self, dtype: torch.dtype | None = None) -> Inputs:
-        """Fresh leaves that require gradients, with the same strides; of another dtype if given."""
-        return self.map(lambda x: x.detach().to(dtype or x.dtype).requires_grad_())
-
-    def call(self, function: Callable[..., Tensor], **options: Any) -> Tensor:
-        """The function on these inputs."""
-        return function(*self[:6], document_start=self.document_start, **options)
+def as_leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
+    """Fresh leaves that require gradients, with the same strides; of another dtype if given."""
+    return inputs.map_floating(lambda x: x.detach().to(dtype or x.dtype).requires_grad_())
 
 
 def make_inputs(

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from path_backend.kernels import config, launch
+from path_backend.kernels import backend, config
 from path_backend.testing import make_inputs
 
 
@@ -45,9 +45,9 @@ def call(capability, T, **case):
     driver.set_active(Card(capability))
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
-    inputs = make_inputs(T, **case).map(torch.detach)
-    out, lse = launch.attention_forward(*inputs, 1.0)
-    launch.attention_backward(torch.zeros_like(out), *inputs, out, lse, 1.0)
+    inputs = make_inputs(T, **case).map_floating(torch.detach)
+    out, lse = backend.attention_forward(*inputs, 1.0)
+    backend.attention_backward(torch.zeros_like(out), *inputs, out, lse, 1.0)
 
 
 def compile_call(capability, **case):

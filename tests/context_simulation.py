@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from path_backend import blocks, dyadic, sharded, ulysses
+from path_backend.context_parallel import by_heads, by_tokens
+from path_backend.eager import attention, segments
 from path_backend.testing import Inputs
 
 
@@ -27,7 +28,7 @@ class Board:
 
 
 class SimulatedTransport:
-    """path_backend.exchange.Transport over a Board."""
+    """path_backend.context_parallel.collectives.Transport over a Board."""
 
     def __init__(self, board, rank):
         self.board, self.rank, self.ranks = board, rank, board.ranks
@@ -82,14 +83,16 @@ def simulate(inputs: Inputs, d_out, layout, method, backend=None, sent=None):
     sent: a list that gets the bytes that each rank sent.
     """
     board = Board(layout.ranks)
-    algorithm, torch_form = (ulysses, dyadic) if method == "ulysses" else (sharded, blocks)
+    algorithm, torch_form = (by_heads, attention) if method == "heads" else (by_tokens, segments)
     transports = [SimulatedTransport(board, rank) for rank in range(layout.ranks)]
     scale = inputs.q.shape[-1] ** -0.5
 
     def rank_main(rank):
         try:
-            plan = sharded.Plan(layout, transports[rank], method, scale, backend or torch_form)
-            part = sharded.Inputs(*(shard(x, layout, rank) for x in inputs.map(torch.detach)))
+            plan = by_tokens.Plan(layout, transports[rank], method, scale, backend or torch_form)
+            part = by_tokens.Inputs(
+                *(shard(x, layout, rank) for x in inputs.map_floating(torch.detach))
+            )
             out, lse = algorithm.forward(part, plan)
             return out, *algorithm.backward(shard(d_out, layout, rank), part, out, lse, plan)
         except BaseException:

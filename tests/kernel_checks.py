@@ -7,7 +7,7 @@ import torch
 
 from path_backend import path_attention
 from path_backend.reference import path_attention_reference
-from path_backend.testing import make_inputs, relative_error, run
+from path_backend.testing import as_leaves, make_inputs, relative_error, run
 
 NAN_IN_ALL_MEMORY = [
     pytest.mark.usefixtures("uninitialized_memory_is_nan"),
@@ -53,7 +53,7 @@ def check(
 ):
     """The kernels equal the reference in fp64, output and every gradient, within LIMITS."""
     d_out = gradient_of_out(inputs, factor) if d_out is None else d_out
-    exact = run(reference, inputs.leaves(torch.float64), d_out, **options)
+    exact = run(reference, as_leaves(inputs, torch.float64), d_out, **options)
     assert_within_limits(run(kernels, inputs, d_out, **options), exact, inputs.q.dtype, slack)
 
 

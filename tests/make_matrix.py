@@ -16,7 +16,7 @@ from pathlib import Path
 
 from test_parallel import BACKEND, COLUMNS, LAYOUTS, REFUSALS
 
-from path_backend.provenance import commit, version
+from path_backend.benchmarks.provenance import commit, version
 
 TESTS = Path(__file__).resolve().parent
 README = TESTS.parent / "README.md"
@@ -28,7 +28,7 @@ def main() -> None:
     origin = stamp()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", str(TESTS / "test_parallel.py")]
+        command = [sys.executable, "-m", "pytest", str(TESTS / "integration" / "test_parallel.py")]
         done = subprocess.run(
             [*command, f"--junitxml={report}", *sys.argv[1:]],
             env={**os.environ, "PATH_BACKEND_MATRIX": "1"},

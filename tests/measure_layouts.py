@@ -29,8 +29,8 @@ import torch
 import trainer
 from parity import BF16, FP32, Budget, Layout
 
-from path_backend.benchmark_context_parallel import exposed, largest_difference
-from path_backend.provenance import disable_multicast, preamble
+from path_backend.benchmarks.context_parallel import exposed, largest_difference
+from path_backend.benchmarks.provenance import disable_multicast, preamble
 
 TESTS = Path(__file__).resolve().parent
 LAYOUTS = [
@@ -115,7 +115,7 @@ def attempt(folder: Path, *arguments: str, **options) -> trainer.Run | str:
 def budget_of(args: argparse.Namespace, overrides: list[str]) -> Budget:
     """What layouts may differ by in the precision of the job."""
     # Here because ranks import this file, and `default` is to run without the integration.
-    from path_backend.integration.job import load_job
+    from path_backend.integration.torchtitan.job import load_job
 
     job = job_of(args, args.attention[0])
     training = load_job([f"--job.config_file={args.config}", *job, *overrides]).training

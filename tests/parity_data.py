@@ -23,7 +23,7 @@ from torchtitan.models.llama3 import llama3_args
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import qwen3_args
 
-from path_backend.integration.dataset import TOKENIZER_DIR, document_text
+from path_backend.integration.data.text import TOKENIZER_DIR, document_text
 
 SEQUENCES = "64 x 96"  # and their tokens; training.dataset_path has others
 END_OF_TEXT = "<|end_of_text|>"

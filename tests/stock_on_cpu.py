@@ -5,7 +5,8 @@ torchtitan imports it by `[experimental] custom_import`.
 
 import tiny_models  # noqa: F401 (adds the flavors)
 
-from path_backend.integration import cpu, dataset
+from path_backend.integration.data import text
+from path_backend.integration.repairs import cpu
 
 cpu.activate_without_accelerator()
-dataset.register()
+text.register()

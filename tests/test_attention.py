@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from path_backend import dyadic, path_attention, softmax
+from path_backend import path_attention
+from path_backend.eager import attention, softmax
 from path_backend.reference import path_attention_reference
-from path_backend.testing import BETAS, assert_exact, make_inputs, run
+from path_backend.testing import BETAS, as_leaves, assert_exact, make_inputs, run
 
 # fp64, up to 300 steps: rounding is near 1e-14.
 EXACT = 1e-10
@@ -59,7 +60,7 @@ def test_equals_the_definition_around_chunk_borders(T, beta):
 
 def test_equals_the_definition_for_every_shape_of_the_tree(monkeypatch):
     """Catches a lost product or square where the tree of blocks is cut off, at any level."""
-    monkeypatch.setattr(dyadic, "CHUNK", 4)
+    monkeypatch.setattr(attention, "CHUNK", 4)
     for T in range(1, 72):
         check(make_inputs(T, D=4, beta="high", gate=T % 2 == 0))
 
@@ -68,8 +69,8 @@ def test_equals_the_definition_for_every_shape_of_the_tree(monkeypatch):
 @pytest.mark.parametrize("documents", [False, True])
 def test_equals_the_definition_in_the_smallest_tiles(monkeypatch, w, documents):
     """Catches a wrong slice of rows, blocks or heads: large problems split, small ones do not."""
-    monkeypatch.setattr(dyadic, "CHUNK", 8)
-    monkeypatch.setattr(dyadic, "SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(attention, "CHUNK", 8)
+    monkeypatch.setattr(attention, "SLICE_ELEMENTS", 1)
     monkeypatch.setattr(softmax, "TILE_ELEMENTS", 50)
     check(make_inputs(75, B=2, HQ=4, D=8, w=w, gate=True, documents=documents))
 
@@ -142,7 +143,7 @@ def test_packed_documents_equal_separate_calls():
     parts = []
     for begin, end in zip(cuts, cuts[1:], strict=False):
         start[:, begin:end] = begin
-        parts.append(inputs.map(lambda x, a=begin, b=end: x[:, a:b]).call(path_attention))
+        parts.append(inputs.map_floating(lambda x, a=begin, b=end: x[:, a:b]).call(path_attention))
     packed = inputs._replace(document_start=start).call(path_attention)
     assert torch.allclose(packed, torch.cat(parts, 1), atol=1e-12)
 
@@ -153,7 +154,7 @@ def test_a_closed_gate(closed):
     inputs = make_inputs(200, gate=True, dtype=torch.float32)
     before = path_attention(*inputs[:6])[:, :70].clone()
     inputs.log_gate.data[:, 70] = -1e4
-    exact = run(path_attention_reference, inputs.leaves(torch.float64))
+    exact = run(path_attention_reference, as_leaves(inputs, torch.float64))
     inputs.log_gate.data[:, 70] = closed
     found = run(path_attention, inputs)
     assert torch.equal(found["out"][:, :70], before)

@@ -16,7 +16,9 @@ def starts(*values):
     return torch.tensor([values], dtype=torch.int32)
 
 
-VALID = make_inputs(T, HQ=4, gate=True, documents=True, dtype=torch.float32).map(torch.detach)
+VALID = make_inputs(T, HQ=4, gate=True, documents=True, dtype=torch.float32).map_floating(
+    torch.detach
+)
 ARGUMENTS = VALID._asdict()
 
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from path_backend import path_attention
 from path_backend.beta import BETA_MAX, beta_from_logits
-from path_backend.dyadic import chunk_transform, sweep
+from path_backend.eager.attention import chunk_transform, sweep
 from path_backend.reference import path_attention_reference
-from path_backend.testing import assert_within_budget, make_inputs, relative_error, run
+from path_backend.testing import as_leaves, assert_within_budget, make_inputs, relative_error, run
 
 CASES = {
     "random": dict(),
@@ -26,8 +26,10 @@ def test_errors_stay_within_twice_those_of_plain_torch(dtype, case):
     inputs = make_inputs(300, D=32, dtype=dtype, **CASES[case])
     shape = (1, 300, inputs.q.shape[2], 32)
     d_out = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    exact = run(path_attention_reference, inputs.leaves(torch.float64), d_out)
-    plain = run(path_attention_reference, inputs.leaves(torch.float32), d_out, dtype=torch.float32)
+    exact = run(path_attention_reference, as_leaves(inputs, torch.float64), d_out)
+    plain = run(
+        path_attention_reference, as_leaves(inputs, torch.float32), d_out, dtype=torch.float32
+    )
     actual = run(path_attention, inputs, d_out)
     plain = {name: x.to(actual[name].dtype) for name, x in plain.items()}
     assert_within_budget(actual, exact, plain)
@@ -57,7 +59,7 @@ def test_gates_far_from_the_start_keep_their_differences():
     inputs = make_inputs(4100, HQ=1, H=1, w=None, gate=True, dtype=torch.float32)
     with torch.no_grad():
         inputs.log_gate[:, :2048] = -100.0
-    actual, exact = (run(path_attention, x) for x in (inputs, inputs.leaves(torch.float64)))
+    actual, exact = (run(path_attention, x) for x in (inputs, as_leaves(inputs, torch.float64)))
     for name, want in exact.items():
         assert relative_error(actual[name], want) < 1e-5, name
 
@@ -70,7 +72,7 @@ def test_gate_gradient_carries_only_the_rounding_of_pairs_across_the_gate():
     inputs = make_inputs(2048, HQ=1, H=1, w=None, gate=True, dtype=torch.bfloat16)
     inputs = inputs._replace(log_gate=(inputs.log_gate.detach() - 3).requires_grad_())
     d_out = torch.randn(1, 2048, 1, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
-    exact = run(path_attention, inputs.leaves(torch.float64), d_out)
+    exact = run(path_attention, as_leaves(inputs, torch.float64), d_out)
     actual = run(path_attention, inputs, d_out)
     assert relative_error(actual["dlog_gate"], exact["dlog_gate"]) < 5e-3
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from path_backend import dyadic, kernels, ops, path_attention
-from path_backend.testing import assert_exact, make_inputs, run
+from path_backend import kernels, ops, path_attention
+from path_backend.eager import attention
+from path_backend.testing import as_leaves, assert_exact, make_inputs, run
 
 CASES = {
     "path": dict(HQ=4, DV=8),
@@ -29,13 +30,13 @@ def op_arguments(**case):
 @pytest.fixture
 def forward_calls(monkeypatch):
     """A list that grows by one at each run of the forward."""
-    calls, forward = [], dyadic.attention_forward
+    calls, forward = [], attention.attention_forward
 
     def counted(*args):
         calls.append(None)
         return forward(*args)
 
-    monkeypatch.setattr(dyadic, "attention_forward", counted)
+    monkeypatch.setattr(attention, "attention_forward", counted)
     return calls
 
 
@@ -48,7 +49,7 @@ def test_opcheck_forward(case):
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_backward(case):
     """Catches the same in the backward op, and gradients that alias one another or an input."""
-    inputs = make_inputs(70, **CASES[case]).map(torch.detach)
+    inputs = make_inputs(70, **CASES[case]).map_floating(torch.detach)
     out, lse = torch.ops.path_backend.attention(*inputs, 0.25, "torch")
     arguments = (torch.randn_like(out), *inputs, out, lse, 0.25, "torch")
     torch.library.opcheck(torch.ops.path_backend.attention_backward.default, arguments)
@@ -131,7 +132,7 @@ def test_beta_and_gate_may_have_any_floating_dtype():
     """Catches an op that is handed a bf16 beta, and gradients of another dtype than the leaf's."""
     inputs = make_inputs(10, gate=True, dtype=torch.float32)
     rounded = inputs._replace(beta=inputs.beta.bfloat16(), log_gate=inputs.log_gate.bfloat16())
-    rounded = rounded.leaves()
+    rounded = as_leaves(rounded)
     widened = rounded._replace(beta=rounded.beta.float(), log_gate=rounded.log_gate.float())
     results = run(path_attention, rounded)
     assert results["dbeta"].dtype == results["dlog_gate"].dtype == torch.bfloat16
@@ -140,7 +141,7 @@ def test_beta_and_gate_may_have_any_floating_dtype():
 
 def test_only_the_gradients_that_are_needed():
     """Catches gradients attached to inputs that asked for none."""
-    inputs = make_inputs(10).map(torch.detach)
+    inputs = make_inputs(10).map_floating(torch.detach)
     inputs.v.requires_grad_()
     inputs.call(path_attention).sum().backward()
     assert inputs.v.grad is not None
@@ -200,8 +201,8 @@ CUDA = torch.device("cuda")
 def fake_launch(monkeypatch):
     """A stand-in for kernels.launch whose verdict the test sets."""
     launch = SimpleNamespace(reason=None, unsupported_reason=lambda *inputs: launch.reason)
-    monkeypatch.setattr(kernels, "launch", launch, raising=False)
-    monkeypatch.setitem(sys.modules, "path_backend.kernels.launch", launch)
+    monkeypatch.setattr(kernels, "backend", launch, raising=False)
+    monkeypatch.setitem(sys.modules, "path_backend.kernels.backend", launch)
     ops._announce.cache_clear()
     return launch
 
@@ -209,16 +210,16 @@ def fake_launch(monkeypatch):
 def test_auto_uses_the_kernels_where_they_cover_the_case(fake_launch):
     """Catches a fallback that is always taken, and kernels tried on the CPU."""
     assert ops._backend(CUDA, "auto", ()) is fake_launch
-    assert ops._backend(CUDA, "torch", ()) is dyadic
-    assert ops._backend(torch.device("cpu"), "auto", ()) is dyadic
+    assert ops._backend(CUDA, "torch", ()) is attention
+    assert ops._backend(torch.device("cpu"), "auto", ()) is attention
 
 
 def test_auto_announces_its_fallback_once(fake_launch):
     """Catches a silent slow path, and a warning at every layer and step."""
     fake_launch.reason = "head dimension 100"
     with pytest.warns(UserWarning, match="not on kernels: head dimension 100") as caught:
-        assert ops._backend(CUDA, "auto", ()) is dyadic
-        assert ops._backend(CUDA, "auto", ()) is dyadic
+        assert ops._backend(CUDA, "auto", ()) is attention
+        assert ops._backend(CUDA, "auto", ()) is attention
     assert len(caught) == 1
 
 

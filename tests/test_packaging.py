@@ -90,8 +90,8 @@ def test_installed_wheel_finds_its_subpackages_and_its_tokenizer(wheel, tmp_path
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import path_backend.kernels\n"
-        "from path_backend.integration import dataset\n"
-        "print(dataset.TOKENIZER_DIR, (dataset.TOKENIZER_DIR / 'tokenizer.json').is_file())"
+        "from path_backend.integration.data import text\n"
+        "print(text.TOKENIZER_DIR, (text.TOKENIZER_DIR / 'tokenizer.json').is_file())"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120

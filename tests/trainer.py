@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from path_backend.provenance import disable_multicast
+from path_backend.benchmarks.provenance import disable_multicast
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -32,7 +32,7 @@ start_method.set_forkserver_preload(
         "torchtitan.train",
         "torchtitan.models.llama3",
         "torchtitan.models.qwen3",
-        "path_backend.layer",
+        "path_backend.layers.attention",
     ]
 )
 

@@ -1,0 +1,1 @@
+"""Text and tasks to train and evaluate on."""

@@ -1,0 +1,208 @@
+"""A torchtitan model with its attention replaced, and the arguments that say how.
+
+`args_with_attention` gives a flavor's arguments the values of `[model] attention` and
+`[model.path]`, checked, and honest FLOPs.
+`build_model` builds from them the stock model itself (`default`) or a subclass of it.
+"""
+
+import copy
+import functools
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any
+
+import torch
+from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
+
+from path_backend.integration.data.tasks import training_task
+from path_backend.integration.torchtitan import refusals
+from path_backend.integration.torchtitan.flops import transform_flops_per_token
+from path_backend.layers.attention import PathAttention, document_start_from_eos
+
+PARTS = {
+    "path": {"reflections": True, "forget_gate": False},
+    "path_fox": {"reflections": True, "forget_gate": True},
+    "fox": {"reflections": False, "forget_gate": True},
+    "nope": {"reflections": False, "forget_gate": False},
+    "stick_breaking": {"reflections": False, "forget_gate": False, "stick_breaking": True},
+}
+ATTENTIONS = ("default", *PARTS)
+
+
+def args_with_attention(stock: BaseModelArgs) -> "PathArgs":
+    """A copy of a flavor's arguments that also takes `[model] attention` and `[model.path]`."""
+    return _args_class(type(stock))(**copy.deepcopy(_values(stock, type(stock))))
+
+
+def build_model(stock_cls: type[ModelProtocol], args: "PathArgs") -> ModelProtocol:
+    """The stock model with stock arguments if `attention = "default"`, else one with our layers."""
+    stock = args.attention == "default"
+    cls = stock_cls if stock else _model_class(stock_cls)
+    if args.weight_std is not None:
+        cls = _normal_class(cls, args.weight_std)
+    return cls(args.stock() if stock else args)
+
+
+@dataclass
+class PathArgs:
+    """Mixed into the stock arguments of a flavor; what stock code reads there stays in place."""
+
+    attention: str = "default"
+    path: Any = None  # job_config.Path; None for "default"
+    watch: bool = False  # keep statistics for the metrics logger
+    weight_std: float | None = None  # of every linear and embedding weight; None is the model's own
+
+    def update_from_config(self, job_config, **kwargs) -> None:
+        self.attention = getattr(job_config.model, "attention", "default")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(
+                f"model.attention must be one of {', '.join(ATTENTIONS)}, got {self.attention!r}"
+            )
+        if self.attention != "default":
+            self.attn_type = "sdpa"  # the flavor's own may refuse context parallelism
+        super().update_from_config(job_config, **kwargs)
+        task = training_task(job_config)
+        if task is not None:
+            self.vocab_size = len(task.vocabulary)
+        if self.attention != "default":
+            self.path = job_config.model.path
+            self.watch = job_config.metrics.enable_tensorboard or job_config.metrics.enable_wandb
+            # The trainer asks the model for masks only if it reads "flex" here.
+            self.attn_type = "flex" if self.document_mask else "sdpa"
+        refusals.check_job(self, job_config)
+        if self.attention == "default":
+            return
+        for quantized in (job_config.quantize.linear.float8, job_config.quantize.linear.mx):
+            quantized.filter_fqns = [*quantized.filter_fqns, "attention.path."]
+
+    def get_nparams_and_flops(self, model: torch.nn.Module, seq_len: int) -> tuple[int, int]:
+        n_params, flops = super().get_nparams_and_flops(model, seq_len)
+        if self.reflections:
+            flops += self.n_layers * transform_flops_per_token(
+                self.n_heads, self.kv_heads, self.head_size, seq_len
+            )
+        return n_params, flops
+
+    def stock(self) -> BaseModelArgs:
+        """These arguments as an instance of the stock class."""
+        stock_cls = next(c for c in type(self).__mro__ if not issubclass(c, PathArgs))
+        return stock_cls(**_values(self, stock_cls))
+
+    @property
+    def document_mask(self) -> bool:
+        flavor_mask = getattr(self, "attn_mask_type", "causal")
+        return self.path.document_mask or flavor_mask == "block_causal"
+
+    @property
+    def reflections(self) -> bool:
+        return self.attention != "default" and PARTS[self.attention]["reflections"]
+
+    @property
+    def kv_heads(self):
+        return getattr(self, "n_kv_heads", None) or self.n_heads
+
+    @property
+    def head_size(self):
+        return getattr(self, "head_dim", self.dim // self.n_heads)
+
+
+class TitanAttention(PathAttention):
+    """`PathAttention` with the signature and the initialisation of a torchtitan attention."""
+
+    def __init__(self, stock: torch.nn.Module, **options):
+        missing = [
+            name for name in ("wq", "wk", "wv", "wo", "head_dim") if not hasattr(stock, name)
+        ]
+        if missing:
+            raise TypeError(
+                "block.attention must have wq, wk, wv, wo and head_dim to be replaced: "
+                f"{type(stock).__module__}.{type(stock).__name__} lacks {', '.join(missing)}"
+            )
+        super().__init__(
+            stock.wq,
+            stock.wk,
+            stock.wv,
+            stock.wo,
+            head_dim=stock.head_dim,
+            q_norm=getattr(stock, "q_norm", None),
+            k_norm=getattr(stock, "k_norm", None),
+            **options,
+        )
+        self._init_stock_weights = type(stock).init_weights
+
+    def init_weights(self, init_std: float) -> None:
+        self._init_stock_weights(self, init_std)
+        self.path.init_weights()
+
+    def forward(self, x, freqs_cis, attention_masks, positions=None) -> torch.Tensor:
+        """`attention_masks` is document_start [B, T] int32 or None; RoPE's inputs are not used."""
+        return super().forward(x, attention_masks)
+
+
+@functools.cache
+def _args_class(stock_cls: type[BaseModelArgs]) -> type:
+    return make_dataclass(f"Path{stock_cls.__name__}", (), bases=(PathArgs, stock_cls))
+
+
+def _values(args: BaseModelArgs, cls: type) -> dict[str, Any]:
+    return {f.name: getattr(args, f.name) for f in fields(cls)}
+
+
+@functools.cache
+def _model_class(stock_cls: type[ModelProtocol]) -> type[ModelProtocol]:
+    """Subclass of a stock model that has `TitanAttention` in every block."""
+
+    class PathModel(stock_cls):
+        def __init__(self, args: PathArgs):
+            stock_args = copy.copy(args)
+            stock_args.attn_type = "sdpa"  # stock code meets no mask but ours
+            super().__init__(stock_args)
+            self.document_mask = args.document_mask
+            options = {
+                name: getattr(args.path, name)
+                for name in (
+                    *("w_rank", "conv_width", "beta_max"),
+                    *("gate_scale", "gate_start", "implementation"),
+                )
+            }
+            for block in self.layers.values():
+                block.attention = TitanAttention(
+                    block.attention, watch=args.watch, **PARTS[args.attention], **options
+                )
+
+        def init_weights(self, buffer_device: torch.device | None = None) -> None:
+            super().init_weights(buffer_device=buffer_device)
+            if buffer_device is not None:  # parameters are offloaded, buffers are not
+                for block in self.layers.values():
+                    for name, buffer in block.attention.path.named_buffers():
+                        setattr(block.attention.path, name, buffer.to(buffer_device))
+
+        def get_attention_masks(self, input_batch, tokenizer, extra_inputs=None) -> torch.Tensor:
+            """document_start [B, T] int32 from tokens [B, T].
+
+            Raises TypeError without document masks: the validator always asks and takes that as no.
+            """
+            if not self.document_mask:
+                raise TypeError("model.path.document_mask is false")
+            if tokenizer.eos_id is None:
+                raise ValueError(
+                    "model.path.document_mask needs a tokenizer with an end-of-text token, got none"
+                )
+            return document_start_from_eos(input_batch, tokenizer.eos_id)
+
+    PathModel.__name__ = PathModel.__qualname__ = f"Path{stock_cls.__name__}"
+    return PathModel
+
+
+@functools.cache
+def _normal_class(cls: type[ModelProtocol], std: float) -> type[ModelProtocol]:
+    """Subclass of a model whose linear and embedding weights start as N(0, std)."""
+
+    class NormalModel(cls):
+        def init_weights(self, buffer_device: torch.device | None = None) -> None:
+            super().init_weights(buffer_device=buffer_device)
+            for module in self.modules():
+                if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+                    torch.nn.init.normal_(module.weight, std=std)
+
+    NormalModel.__name__ = NormalModel.__qualname__ = cls.__name__
+    return NormalModel

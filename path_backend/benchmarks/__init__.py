@@ -1,0 +1,1 @@
+"""Time, memory and accuracy of the kernels beside their peers."""

@@ -1,0 +1,1 @@
+"""Attention on sequences whose tokens lie on several ranks."""

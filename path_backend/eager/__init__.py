@@ -1,0 +1,1 @@
+"""The algorithm in plain torch, on any device."""

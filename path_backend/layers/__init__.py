@@ -1,0 +1,1 @@
+"""Attention layers for host models, around the operator."""
