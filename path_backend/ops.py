@@ -23,11 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from path_backend.arguments import Inputs
-from path_backend.context_parallel import by_heads, by_tokens, collectives
+from path_backend import eager, flops
+from path_backend.arguments import Backend, Inputs
+from path_backend.checks import check_values
+from path_backend.context_parallel import by_heads, by_tokens
+from path_backend.context_parallel.collectives import GroupTransport, Transport
 from path_backend.context_parallel.layout import Layout
-from path_backend.eager import attention as eager
-from path_backend.eager import segments
+from path_backend.context_parallel.plan import Plan
+from path_backend.precision import without_autocast
 
 _library = torch.library.Library("path_backend", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -60,77 +63,69 @@ _Optional = Tensor | None
 
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     x, (scale, implementation) = _split(arguments)
-    if x.document_start is not None and x.document_start.device.type == "cpu":
-        check_document_start(x.document_start)
-    _check_gate(x.log_gate)
+    check_values(x)
     with _computing(x.q):
-        return _backend(x.q.device, implementation, x).attention_forward(*x, scale)
+        return choose_backend(x, implementation).attention_forward(x, scale)
 
 
 def _attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     x, (out, lse, scale, implementation) = _split(arguments)
     with _computing(x.q):
-        backend = _backend(x.q.device, implementation, x)
-        grads = backend.attention_backward(d_out, *x, out, lse, scale)
+        backend = choose_backend(x, implementation)
+        grads = backend.attention_backward(d_out, x, out, lse, scale)
     return tuple(x.q.new_empty(0) if g is None else g for g in grads)
 
 
 def _context_parallel_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    x, (starts, length, group_name, method, scale, implementation) = _split(arguments)
-    transport = collectives.GroupTransport(group_name)
-    call = by_tokens.describe(x, starts, length, method, scale)
+    x, (starts, length, group_name, exchange, scale, implementation) = _split(arguments)
+    transport = GroupTransport(group_name)
+    call = by_tokens.describe(x, starts, length, exchange, scale)
     transport.agree(call, x.q.device)
     with _computing(x.q):
-        plan = _make_plan(x, transport, starts, length, method, scale, implementation)
-        if x.document_start is not None and x.document_start.device.type == "cpu":
-            own = plan.layout.starts[transport.rank]
-            for piece, first in zip(x.document_start.split(length, 1), own, strict=True):
-                check_document_start(piece, first)
-        _check_gate(x.log_gate)
-        return _algorithm(method).forward(x, plan)
+        plan = _make_plan(x, transport, starts, length, exchange, scale, implementation)
+        check_values(x, plan.layout.starts[transport.rank])
+        return _algorithm(exchange).forward(x, plan)
 
 
 def _context_parallel_attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    x, (out, lse, starts, length, group_name, method, scale, implementation) = _split(arguments)
-    transport = collectives.GroupTransport(group_name)
+    x, (out, lse, starts, length, group_name, exchange, scale, implementation) = _split(arguments)
+    transport = GroupTransport(group_name)
     with _computing(x.q):
-        plan = _make_plan(x, transport, starts, length, method, scale, implementation)
-        grads = _algorithm(method).backward(d_out, x, out, lse, plan)
+        plan = _make_plan(x, transport, starts, length, exchange, scale, implementation)
+        grads = _algorithm(exchange).backward(d_out, x, out, lse, plan)
     return tuple(x.q.new_empty(0) if g is None else g for g in grads)
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Inputs, tuple[Any, ...]]:
-    """Tensors of path_attention, and what comes after them."""
+    """Returns the tensors of path_attention, and the arguments after them."""
     count = len(Inputs._fields)
     return Inputs(*arguments[:count]), arguments[count:]
 
 
 def _make_plan(
     x: Inputs,
-    transport: collectives.Transport,
+    transport: Transport,
     starts: list[int],
     length: int,
-    method: str,
+    exchange: str,
     scale: float,
     implementation: str,
-) -> by_tokens.Plan:
+) -> Plan:
     layout = Layout.from_flat(tuple(starts), length, transport.ranks)
     if x.q.shape[1] != layout.tokens:
         raise ValueError(
             f"q must have the {layout.tokens} tokens that the layout gives each rank, "
             f"got {x.q.shape[1]}"
         )
-    torch_form = eager if method == "heads" else segments
-    backend = _backend(x.q.device, implementation, x, torch_form)
-    return by_tokens.Plan(layout, transport, method, scale, backend)
+    return Plan(layout, transport, exchange, scale, choose_backend(x, implementation))
 
 
 @contextlib.contextmanager
 def _computing(q: Tensor) -> Iterator[None]:
-    """On q's GPU: Triton launches on the current one, wherever the tensors are. Without autocast,
-    which would run the fp32 transform in bf16.
+    """Makes q's GPU the current one, on which Triton launches, and turns autocast off, which would
+    run the fp32 transform in bf16.
     """
-    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
+    with without_autocast(q), torch.cuda.device_of(q):
         yield
 
 
@@ -138,39 +133,41 @@ def _algorithm(exchange: str) -> ModuleType:
     return by_heads if exchange == "heads" else by_tokens
 
 
-def _backend(
-    device: torch.device,
-    implementation: str,
-    inputs: tuple[_Optional, ...],
-    torch_form: ModuleType = eager,
-) -> ModuleType:
-    """The module that computes this case: torch_form or path_backend.kernels.backend."""
+def choose_backend(inputs: Inputs, implementation: str) -> Backend:
+    """Returns what computes this case: the eager form or the kernels. "auto" warns once for each
+    reason why a CUDA call is not on kernels.
+
+    Raises NotImplementedError if "triton" does not cover the case.
+    """
+    device = inputs.q.device
     if implementation == "torch" or (implementation == "auto" and device.type != "cuda"):
-        return torch_form
+        return eager
     reason = why_not_kernels(device, inputs)
     if reason is None:
-        return _load_backend()
+        return _load_kernels()
     if implementation == "triton":
         raise NotImplementedError(f"implementation='triton' does not cover this call: {reason}")
     _announce(reason)
-    return torch_form
+    return eager
 
 
-def why_not_kernels(device: torch.device, inputs: tuple[_Optional, ...]) -> str | None:
-    """Why the Triton kernels cannot take this call, or None."""
+def why_not_kernels(device: torch.device, inputs: Inputs) -> str | None:
+    """Returns why the Triton kernels cannot take this call, or None."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         return f"tensors are on {device}; the kernels need CUDA, or TRITON_INTERPRET=1"
+    if interpreted and inputs.q.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly (seen in 3.7.1 and 3.9)"
     try:
-        backend = _load_backend()
+        kernels = _load_kernels()
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "triton":
             raise
         return "triton is not installed"
-    return backend.unsupported_reason(*inputs)
+    return kernels.unsupported_reason(inputs)
 
 
-def _load_backend() -> ModuleType:
+def _load_kernels() -> Any:
     from path_backend.kernels import backend
 
     return backend
@@ -180,33 +177,6 @@ def _load_backend() -> ModuleType:
 def _announce(reason: str) -> None:
     """Warns once per reason."""
     warnings.warn(f"path_attention runs in plain torch, not on kernels: {reason}", stacklevel=3)
-
-
-def _check_gate(log_gate: _Optional) -> None:
-    if log_gate is not None and log_gate.device.type == "cpu" and log_gate.isinf().any():
-        b, i, head = log_gate.isinf().nonzero()[0].tolist()
-        raise ValueError(
-            "log_gate must be finite (a closed gate is a large negative number), "
-            f"got log_gate[{b}, {i}, {head}] = {log_gate[b, i, head].item()}"
-        )
-
-
-def check_document_start(document_start: Tensor, first: int = 0) -> None:
-    """Raises ValueError at the first position whose document start is impossible. Reads values.
-
-    first: the token at which document_start begins.
-    """
-    position = torch.arange(document_start.shape[1], device=document_start.device) + first
-    previous = document_start.roll(1, 1)
-    previous[:, 0] = 0
-    wrong = (document_start < previous) | (document_start > position)
-    if wrong.any():
-        b, i = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            "document_start must be non-decreasing with 0 <= document_start[b, i] <= i, "
-            f"got document_start[{b}, {first + i}] = {document_start[b, i].item()}"
-            + (f" after {previous[b, i].item()}" if i else "")
-        )
 
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -276,3 +246,4 @@ _register("attention", _attention, _attention_backward)
 _register(
     "context_parallel_attention", _context_parallel_attention, _context_parallel_attention_backward
 )
+flops.register(torch.ops.path_backend)

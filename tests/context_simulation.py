@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from path_backend import eager
+from path_backend.arguments import Inputs
 from path_backend.context_parallel import by_heads, by_tokens
-from path_backend.eager import attention, segments
-from path_backend.testing import Inputs
+from path_backend.context_parallel.plan import Plan
 
 
 class Board:
@@ -67,14 +68,14 @@ def shard(x, layout, rank):
     """The rank's part of x [B, T, ...]."""
     if x is None:
         return None
-    pieces = [x[:, start : start + layout.length] for start in layout.starts[rank]]
-    return torch.cat(pieces, 1)
+    segments = [x[:, start : start + layout.length] for start in layout.starts[rank]]
+    return torch.cat(segments, 1)
 
 
 def unshard(parts, layout):
     """The whole of every rank's [B, tokens, ...]."""
-    pieces = [part.split(layout.length, 1) for part in parts]
-    return torch.cat([pieces[rank][place] for rank, place in layout.home], 1)
+    segments = [part.split(layout.length, 1) for part in parts]
+    return torch.cat([segments[rank][place] for rank, place in layout.home], 1)
 
 
 def simulate(inputs: Inputs, d_out, layout, method, backend=None, sent=None):
@@ -83,16 +84,14 @@ def simulate(inputs: Inputs, d_out, layout, method, backend=None, sent=None):
     sent: a list that gets the bytes that each rank sent.
     """
     board = Board(layout.ranks)
-    algorithm, torch_form = (by_heads, attention) if method == "heads" else (by_tokens, segments)
+    algorithm = by_heads if method == "heads" else by_tokens
     transports = [SimulatedTransport(board, rank) for rank in range(layout.ranks)]
     scale = inputs.q.shape[-1] ** -0.5
 
     def rank_main(rank):
         try:
-            plan = by_tokens.Plan(layout, transports[rank], method, scale, backend or torch_form)
-            part = by_tokens.Inputs(
-                *(shard(x, layout, rank) for x in inputs.map_floating(torch.detach))
-            )
+            plan = Plan(layout, transports[rank], method, scale, backend or eager)
+            part = Inputs(*(shard(x, layout, rank) for x in inputs.map_floating(torch.detach)))
             out, lse = algorithm.forward(part, plan)
             return out, *algorithm.backward(shard(d_out, layout, rank), part, out, lse, plan)
         except BaseException:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from path_backend import path_attention
+from path_backend import ops, path_attention
 from path_backend.eager import attention, softmax
 from path_backend.reference import path_attention_reference
 from path_backend.testing import BETAS, as_leaves, assert_exact, make_inputs, run
@@ -99,8 +99,9 @@ def test_scale_and_gate_scale():
     check(make_inputs(100, gate=True), scale=0.3, gate_scale=0.7)
 
 
-def test_gates_above_one():
+def test_gates_above_one(monkeypatch):
     """Catches padded rows that take part: their logits overflow here, and 0 * inf is NaN."""
+    monkeypatch.setattr(ops, "check_values", lambda *inputs: None)
     inputs = make_inputs(70, gate=True)
     check(inputs._replace(log_gate=(inputs.log_gate.detach() + 20).requires_grad_()))
 

@@ -5,9 +5,10 @@ import re
 import pytest
 import torch
 
-from path_backend import ops, path_attention
+from path_backend import checks, ops, path_attention
+from path_backend.arguments import Inputs
 from path_backend.beta import beta_from_logits
-from path_backend.testing import Inputs, make_inputs
+from path_backend.testing import make_inputs
 
 T = 5
 
@@ -141,12 +142,12 @@ def test_triton_missing(monkeypatch):
 
         return refuse
 
-    monkeypatch.setattr(ops, "_load_launch", fail_with("triton.language"))
+    monkeypatch.setattr(ops, "_load_kernels", fail_with("triton.language"))
     with pytest.raises(
         NotImplementedError, match="does not cover this call: triton is not installed"
     ):
         call(dict(implementation="triton"))
-    monkeypatch.setattr(ops, "_load_launch", fail_with("path_backend.kernels.lunch"))
+    monkeypatch.setattr(ops, "_load_kernels", fail_with("path_backend.kernels.lunch"))
     with pytest.raises(ModuleNotFoundError):
         call(dict(implementation="triton"))
 
@@ -204,14 +205,49 @@ def test_gate_scale_without_a_gate():
         call(dict(gate_scale=0.5), log_gate=None)
 
 
-def test_infinite_gates_are_named():
-    """Catches NaN from a gate of exactly zero: the difference of two infinite sums."""
-    log_gate = VALID.log_gate.clone()
-    log_gate[0, 3, 1] = -torch.inf
-    with pytest.raises(ValueError, match=re.escape("finite (a closed gate is a large negative")):
-        call(log_gate=log_gate)
-    with pytest.raises(ValueError, match=re.escape("got log_gate[0, 3, 1] = -inf")):
-        call(log_gate=log_gate)
+IMPOSSIBLE = {
+    "an infinite gate": (dict(log_gate=-torch.inf), "log_gate must be finite", "-inf"),
+    "a gate that is no logarithm": (dict(log_gate=0.5), "log_gate must be finite and <= 0", "0.5"),
+    "a gate that is NaN": (dict(log_gate=torch.nan), "log_gate must be finite", "nan"),
+    "beta above 2": (dict(beta=2.5), "beta must be in [0, 2]", "2.5"),
+    "beta below 0": (dict(beta=-0.5), "beta must be in [0, 2]", "-0.5"),
+    "beta that is NaN": (dict(beta=torch.nan), "beta must be in [0, 2]", "nan"),
+    "w that is NaN": (dict(w=torch.nan), "|w|^2 must be such that", "nan"),
+    "w that is long": (dict(w=2.0, beta=1.5), "|w|^2 must be such that", "= 64.0"),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_values_that_mean_nothing_are_named(case):
+    """Catches a NaN that turns up thousands of tokens later, without a word of its cause."""
+    values, message, got = IMPOSSIBLE[case]
+    changed = {}
+    for name, value in values.items():
+        changed[name] = getattr(VALID, name).clone()
+        changed[name][0, 3, 1] = value
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        call(**changed)
+    assert "[0, 3, 1] = " in str(caught.value) and str(caught.value).endswith(got)
+
+
+def test_contractions_are_taken(monkeypatch):
+    """Catches a check that refuses short or long w whose reflections are contractions."""
+    call(w=VALID.w * 0)
+    call(w=VALID.w * 2, beta=VALID.beta / 8)
+
+
+def test_values_on_a_gpu_are_checked_when_asked(monkeypatch):
+    """Catches a switch that does nothing, and a host that waits for a GPU at every call."""
+    inputs = Inputs(*(None if x is None else x.to("meta") for x in VALID))
+    checked = []
+    monkeypatch.setattr(checks, "_check_reflections", lambda *_: checked.append("reflections"))
+    monkeypatch.setattr(checks, "_check_gate", lambda *_: checked.append("gate"))
+    inputs = inputs._replace(document_start=None)
+    checks.check_values(inputs)
+    assert not checked
+    monkeypatch.setenv("PATH_BACKEND_CHECK", "1")
+    checks.check_values(inputs)
+    assert checked == ["gate", "reflections"]
 
 
 def test_forward_mode_is_refused():

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from path_backend import path_attention
 from path_backend.beta import BETA_MAX, beta_from_logits
-from path_backend.eager.attention import chunk_transform, sweep
+from path_backend.eager.carry import carry
+from path_backend.eager.chunk import chunk_transform
 from path_backend.reference import path_attention_reference
 from path_backend.testing import as_leaves, assert_within_budget, make_inputs, relative_error, run
 
@@ -107,8 +108,8 @@ def largest_growth(w, beta):
     q_start = q_start.flatten(1, 2).unsqueeze(2)
     start = q.float().flatten(1, 2).norm(dim=-1)
     growth = 0.0
-    for level in sweep(q_start, k_end.flatten(1, 2), product, 64):
-        for tile, rows, keys in level.squares:
+    for level in carry(q_start, k_end.flatten(1, 2), product, 64):
+        for tile, rows, keys in level.off_diagonals:
             for x, norm in ((rows.squeeze(3), tile.rows_of(start)), (keys, tile.keys_of(start))):
                 growth = max(growth, (x.norm(dim=-1) / norm).nan_to_num(float("inf")).max().item())
     return growth

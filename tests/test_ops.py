@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from path_backend import kernels, ops, path_attention
-from path_backend.eager import attention
+from path_backend import eager, kernels, ops, path_attention
 from path_backend.testing import as_leaves, assert_exact, make_inputs, run
 
 CASES = {
@@ -30,13 +29,13 @@ def op_arguments(**case):
 @pytest.fixture
 def forward_calls(monkeypatch):
     """A list that grows by one at each run of the forward."""
-    calls, forward = [], attention.attention_forward
+    calls, forward = [], eager.attention_forward
 
     def counted(*args):
         calls.append(None)
         return forward(*args)
 
-    monkeypatch.setattr(attention, "attention_forward", counted)
+    monkeypatch.setattr(eager, "attention_forward", counted)
     return calls
 
 
@@ -197,33 +196,38 @@ def test_an_op_computes_on_the_device_of_its_tensors(monkeypatch):
 CUDA = torch.device("cuda")
 
 
+def call_on(device):
+    """A call whose tensors are on a device that need not be there."""
+    return SimpleNamespace(q=SimpleNamespace(device=torch.device(device), dtype=torch.float32))
+
+
 @pytest.fixture
-def fake_launch(monkeypatch):
-    """A stand-in for kernels.launch whose verdict the test sets."""
-    launch = SimpleNamespace(reason=None, unsupported_reason=lambda *inputs: launch.reason)
-    monkeypatch.setattr(kernels, "backend", launch, raising=False)
-    monkeypatch.setitem(sys.modules, "path_backend.kernels.backend", launch)
+def fake_kernels(monkeypatch):
+    """A stand-in for the kernels whose verdict the test sets."""
+    fake = SimpleNamespace(reason=None, unsupported_reason=lambda inputs: fake.reason)
+    monkeypatch.setattr(kernels, "backend", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "path_backend.kernels.backend", fake)
     ops._announce.cache_clear()
-    return launch
+    return fake
 
 
-def test_auto_uses_the_kernels_where_they_cover_the_case(fake_launch):
+def test_auto_uses_the_kernels_where_they_cover_the_case(fake_kernels):
     """Catches a fallback that is always taken, and kernels tried on the CPU."""
-    assert ops._backend(CUDA, "auto", ()) is fake_launch
-    assert ops._backend(CUDA, "torch", ()) is attention
-    assert ops._backend(torch.device("cpu"), "auto", ()) is attention
+    assert ops.choose_backend(call_on(CUDA), "auto") is fake_kernels
+    assert ops.choose_backend(call_on(CUDA), "torch") is eager
+    assert ops.choose_backend(call_on("cpu"), "auto") is eager
 
 
-def test_auto_announces_its_fallback_once(fake_launch):
+def test_auto_announces_its_fallback_once(fake_kernels):
     """Catches a silent slow path, and a warning at every layer and step."""
-    fake_launch.reason = "head dimension 100"
+    fake_kernels.reason = "head dimension 100"
     with pytest.warns(UserWarning, match="not on kernels: head dimension 100") as caught:
-        assert ops._backend(CUDA, "auto", ()) is attention
-        assert ops._backend(CUDA, "auto", ()) is attention
+        assert ops.choose_backend(call_on(CUDA), "auto") is eager
+        assert ops.choose_backend(call_on(CUDA), "auto") is eager
     assert len(caught) == 1
 
 
-def test_interpreted_kernels_run_on_cpu_when_asked(fake_launch, monkeypatch):
+def test_interpreted_kernels_run_on_cpu_when_asked(fake_kernels, monkeypatch):
     """Catches kernel tests on CPU that quietly test the torch form."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert ops._backend(torch.device("cpu"), "triton", ()) is fake_launch
+    assert ops.choose_backend(call_on("cpu"), "triton") is fake_kernels

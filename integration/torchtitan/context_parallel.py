@@ -26,7 +26,7 @@ from torchtitan.tools.logging import logger
 
 from path_backend.context_parallel.layout import Layout, layout_from_positions
 from path_backend.integration.repairs.substitute import substituted
-from path_backend.layers.attention import Shards
+from path_backend.layers.segmented import Segmented
 
 LOAD_BALANCERS = ("headtail", None)
 ROTATE_METHODS = {"allgather": "allgather", "alltoall": "ring"}  # torchtitan's name: ours
@@ -88,18 +88,18 @@ def applied(
         method = "heads"
 
     def share(modules: list[nn.Module], mesh: DeviceMesh, attention_type: str) -> None:
-        share_sequences(model, Shards(mesh.get_group(), method))
+        share_sequences(model, Segmented(mesh.get_group(), method))
 
     with substituted(namespace, name, share):
         yield
 
 
-def share_sequences(model: nn.Module, shards: Shards) -> None:
-    """Give `shards` to the attention of each block, and let each forward of `model` set them."""
+def share_sequences(model: nn.Module, segmented: Segmented) -> None:
+    """Give `segmented` to the attention of each block, and let each forward of `model` set them."""
     for block in model.layers.values():
-        block.attention.shards = shards
-    model.register_forward_pre_hook(_LayoutReader(shards), with_kwargs=True)
-    logger.info(f"Applied context parallelism ({shards.exchange}) to the attention")
+        block.attention.segmented = segmented
+    model.register_forward_pre_hook(_LayoutReader(segmented), with_kwargs=True)
+    logger.info(f"Applied context parallelism ({segmented.exchange}) to the attention")
 
 
 class _LayoutReader:
@@ -109,8 +109,8 @@ class _LayoutReader:
     positions are compared with the first ones on the device.
     """
 
-    def __init__(self, shards: Shards):
-        self._shards = shards
+    def __init__(self, segmented: Segmented):
+        self._shards = segmented
         self._known: dict[int, tuple[Layout, torch.Tensor]] = {}
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

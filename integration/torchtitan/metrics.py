@@ -13,7 +13,7 @@ from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools import utils
 
-from path_backend.layers.attention import BETA_STATS, GATE_STATS
+from path_backend.layers.elementwise import BETA_STATS, GATE_STATS
 
 _STATS = (*BETA_STATS, *GATE_STATS)
 _MINIMUM = _STATS.index("eigenvalue_min")

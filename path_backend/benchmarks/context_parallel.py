@@ -32,12 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from path_backend.arguments import Inputs
 from path_backend.attention import context_parallel_attention, path_attention
 from path_backend.benchmarks.operator import Shape, draw, head_pair
 from path_backend.benchmarks.provenance import disable_multicast, preamble
 from path_backend.context_parallel.collectives import GroupTransport
 from path_backend.context_parallel.layout import Layout
-from path_backend.testing import Inputs, as_leaves
+from path_backend.testing import as_leaves
 
 HEADER = (
     "attention,method,ranks,B,T,HQ,H,D,forward_ms,both_ms,speedup,efficiency,exposed_ms,"
@@ -120,10 +121,10 @@ def report(args: argparse.Namespace) -> None:
 
 def check(args: argparse.Namespace, ranks: int) -> list[str]:
     """Refuses lengths and heads that the ranks cannot share; leaves out a method, and says so."""
-    pieces = 2 * ranks if ranks > 1 else 1
+    segments = 2 * ranks if ranks > 1 else 1
     for T in args.lengths:
-        if T < 1 or T % pieces:
-            raise ValueError(f"--lengths must be multiples of {pieces} on {ranks} ranks, got {T}")
+        if T < 1 or T % segments:
+            raise ValueError(f"--lengths must be multiples of {segments} on {ranks} ranks, got {T}")
     _, H = args.heads
     if ranks == 1 or H % ranks == 0 or "heads" not in args.method:
         return []
@@ -152,7 +153,7 @@ def measure(case: Case, args: argparse.Namespace) -> Iterator[Row]:
     for method in args.method:
         options = {"layout": layout, "group": dist.group.WORLD, "exchange": method}
         steps = steps_of(local, context_parallel_attention, **options)
-        formula = sum(bytes_sent(local, ranks, pieces=2, method=method))
+        formula = sum(bytes_sent(local, ranks, segments=2, method=method))
         yield clock(method, ranks, steps, args)._replace(formula_mb=formula / 1e6)
         del steps
         empty_cache()
@@ -164,10 +165,10 @@ def take(x: Tensor, layout: Layout) -> Tensor:
     return torch.cat([x[:, start : start + layout.length] for start in starts], dim=1)
 
 
-def bytes_sent(x: Inputs, ranks: int, pieces: int, method: str) -> tuple[int, int]:
+def bytes_sent(x: Inputs, ranks: int, segments: int, method: str) -> tuple[int, int]:
     """Bytes that a rank sends forward and backward, by README's formula (exchange.py, ulysses.py).
 
-    x: a rank's inputs, not in fp64; pieces: how many of the sequence a rank holds.
+    x: a rank's inputs, not in fp64; segments: how many of the sequence a rank holds.
     """
     (B, T, HQ, D), (H, DV), b = x.q.shape, x.v.shape[2:], x.q.element_size()
     n, reflections, gate = B * T, x.w is not None, x.log_gate is not None
@@ -180,7 +181,7 @@ def bytes_sent(x: Inputs, ranks: int, pieces: int, method: str) -> tuple[int, in
         return share * forward // ranks + mask, share * backward // ranks + mask
     a = n * (H * (D + DV) * b + gate * 4 * HQ)
     g = 4 * n * (H * (D + DV) + gate * HQ)
-    m = B * pieces * (reflections * 4 * H * D**2 + gate * 8 * HQ)
+    m = B * segments * (reflections * 4 * H * D**2 + gate * 8 * HQ)
     return (ranks - 1) * (a + m), (ranks - 1) * (a + g + 2 * m)
 
 

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from path_backend.arguments import Inputs
 from path_backend.attention import path_attention
 from path_backend.benchmarks.peers import (
     IMPLEMENTATIONS,
@@ -39,7 +40,7 @@ from path_backend.benchmarks.peers import (
 )
 from path_backend.benchmarks.provenance import preamble
 from path_backend.beta import beta_from_logits
-from path_backend.testing import Inputs, as_leaves, make_inputs, relative_error, run
+from path_backend.testing import as_leaves, make_inputs, relative_error, run
 
 DEVICE = "cuda"
 DTYPE = torch.bfloat16

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from path_backend.arguments import Inputs
 from path_backend.attention import path_attention
-from path_backend.testing import Inputs, as_leaves
+from path_backend.testing import as_leaves
 
 
 class Problem(NamedTuple):

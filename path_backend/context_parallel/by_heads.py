@@ -20,30 +20,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from path_backend.arguments import Inputs
-from path_backend.context_parallel.by_tokens import Plan
+from path_backend.arguments import Gradients, Inputs
+from path_backend.context_parallel.plan import Plan
 
 
 @torch.no_grad()
 def forward(x: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
     """out [B, T, HQ, DV] in q's dtype and lse [B, HQ, T] of this rank's T tokens."""
-    out, lse = plan.backend.attention_forward(*_whole(x, plan), plan.scale)
+    out, lse = plan.backend.attention_forward(_all_tokens(x, plan), plan.scale)
     return _to_tokens(out, plan), _to_tokens(lse.mT, plan).mT.contiguous()
 
 
 @torch.no_grad()
-def backward(
-    d_out: Tensor, x: Inputs, out: Tensor, lse: Tensor, plan: Plan
-) -> tuple[Tensor | None, ...]:
+def backward(d_out: Tensor, x: Inputs, out: Tensor, lse: Tensor, plan: Plan) -> Gradients:
     """Gradients of q, k, v, w, beta, log_gate, each in its input's dtype (None for None)."""
     d_out, out, lse = (_to_heads(y, plan) for y in (d_out, out, lse.mT))
     lse = lse.mT.contiguous()
-    grads = plan.backend.attention_backward(d_out, *_whole(x, plan), out, lse, plan.scale)
-    pairs = zip(grads, x[:6], strict=True)
+    grads = plan.backend.attention_backward(d_out, _all_tokens(x, plan), out, lse, plan.scale)
+    pairs = zip(grads, x.floating, strict=True)
     return tuple(None if y is None or g is None else _to_tokens(g, plan) for g, y in pairs)
 
 
-def _whole(x: Inputs, plan: Plan) -> Inputs:
+def _all_tokens(x: Inputs, plan: Plan) -> Inputs:
     """All tokens of this rank's heads."""
     moved = x._replace(document_start=None).map(lambda y: _to_heads(y, plan))
     if x.document_start is None:
@@ -59,13 +57,13 @@ def _to_heads(x: Tensor, plan: Plan) -> Tensor:
 
 def _to_tokens(x: Tensor, plan: Plan) -> Tensor:
     """The inverse of _to_heads."""
-    pieces = x.split(plan.layout.length, 1)
+    segments = x.split(plan.layout.length, 1)
     ranks = range(plan.layout.ranks)
-    by_rank = [torch.cat([pieces[i] for i in plan.layout.held_by(rank)], 1) for rank in ranks]
+    by_rank = [torch.cat([segments[i] for i in plan.layout.held_by(rank)], 1) for rank in ranks]
     return plan.transport.all_to_all(torch.stack(by_rank))().movedim(0, 2).flatten(2, 3)
 
 
 def _join(x: Tensor, plan: Plan) -> Tensor:
     """[ranks, B, tokens of the rank, ...] -> [B, all tokens in order, ...]."""
-    pieces = x.unflatten(2, (-1, plan.layout.length))
-    return torch.cat([pieces[rank, :, place] for rank, place in plan.layout.home], 1)
+    segments = x.unflatten(2, (-1, plan.layout.length))
+    return torch.cat([segments[rank, :, place] for rank, place in plan.layout.home], 1)

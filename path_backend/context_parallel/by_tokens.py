@@ -1,24 +1,24 @@
-"""PaTH attention on the pieces of one rank of a context-parallel group.
+"""PaTH attention on the segments of one rank of a context-parallel group.
 
-P_m is the product of piece m, s < c are two pieces, q_start and k_end lie in the frames of their
-own pieces (path_backend/eager/segments.py):
+P_m is the product of segment m, s < c are two segments, q_start and k_end lie in the frames of
+their own segments (path_backend/eager/segments.py):
 
     M(s, c)  = P_{s+1} ... P_{c-1}
     logit_ij = scale * (M(s, c)^T k_end_j) . q_start_i + gate_q_i + gate_k_j,   j in s, i in c
-    gate_q_i = log gates from the start of c to i, and of the pieces between s and c
+    gate_q_i = log gates from the start of c to i, and of the segments between s and c
     gate_k_j = log gates after j to the end of s
 
-so that across pieces PaTH is dense attention of queries that stay on keys that are moved, since
-they have fewer heads. Products and gate sums of all pieces are gathered first; keys, values and
+so that across segments PaTH is dense attention of queries that stay on keys that are moved, since
+they have fewer heads. Products and gate sums of all segments are gathered first; keys, values and
 gate_k travel (collectives.py); a rank merges what its queries see of them.
 
-Backward, from dq, dk', dv, d(gate_q), d(gate_k) of each rectangle:
+Backward, from dq, dk', dv, d(gate_q), d(gate_k) of each pair:
 
     dq_start += dq,   dk_end += dk' M(s, c)^T,   dM(s, c) = k_end^T dk'
     E_s = dM(s, c) + P_s^T E_{s-1},   dP_{s+1} += E_s M(s+1, c)^T     for s = 0, 1, ..., c - 2
-    d(log gate) at t: d(gate_q) from t on, d(gate_k) before t, all of it between the pieces
+    d(log gate) at t: d(gate_q) from t on, d(gate_k) before t, all of it between the segments
 
-dk_end, dv, d(gate_k), dP and the last term are summed over ranks and return to the piece's owner,
+dk_end, dv, d(gate_k), dP and the last term are summed over ranks and return to the segment's owner,
 who differentiates its interior.
 
 Precision: every term of a gate is formed in fp64 and rounded once. M is a product in fp64 of fp32
@@ -30,84 +30,73 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from path_backend.arguments import Inputs
-from path_backend.context_parallel.collectives import METHODS, Transport
-from path_backend.context_parallel.layout import Layout
+from path_backend.arguments import CrossSegment, Gradients, Inputs, SegmentEnds
+from path_backend.context_parallel.collectives import METHODS
+from path_backend.context_parallel.plan import Plan
 from path_backend.eager.softmax import cumulative_gate
-
-
-class Plan(NamedTuple):
-    """How a rank takes part. backend: path_backend.eager.segments, or the kernels' module."""
-
-    layout: Layout
-    transport: Transport
-    method: str
-    scale: float
-    backend: ModuleType
 
 
 @torch.no_grad()
 def forward(x: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
     """out [B, T, HQ, DV] in q's dtype and lse [B, HQ, T] of this rank's T tokens."""
-    pieces = _split(x, plan)
-    blocks = [plan.backend.block_forward(*piece, plan.scale) for piece in pieces]
-    outs, lses = [block[0] for block in blocks], [block[1] for block in blocks]
-    scan = _Scan(x, pieces, [block[2:] for block in blocks], plan)
+    segments = _split(x, plan)
+    inside = [plan.backend.segment_forward(segment, plan.scale) for segment in segments]
+    outs, lses = [y.out for y in inside], [y.lse for y in inside]
+    scan = _Scan(x, segments, [y.ends for y in inside], plan)
     for source, theirs in scan.exchange.visit():
-        for r in scan.rectangles(source, theirs):
-            plan.backend.rectangle_forward(*r.operands, plan.scale, outs[r.row], lses[r.row])
+        for r in scan.pairs(source, theirs):
+            plan.backend.cross_segment_forward(r.operands, plan.scale, outs[r.row], lses[r.row])
     total = x.q.new_empty(*x.q.shape[:3], x.v.shape[3])
     for i, out in enumerate(outs):
-        _piece(total, i, plan).copy_(out)
+        _segment(total, i, plan).copy_(out)
     return total, torch.cat(lses, 2)
 
 
 @torch.no_grad()
-def backward(
-    d_out: Tensor, x: Inputs, out: Tensor, lse: Tensor, plan: Plan
-) -> tuple[Tensor | None, ...]:
+def backward(d_out: Tensor, x: Inputs, out: Tensor, lse: Tensor, plan: Plan) -> Gradients:
     """Gradients of q, k, v, w, beta, log_gate, each in its input's dtype (None for None)."""
-    pieces, length = _split(x, plan), plan.layout.length
+    segments, length = _split(x, plan), plan.layout.length
     d_outs, outs = d_out.split(length, 1), out.split(length, 1)
     lses = [y.contiguous() for y in lse.split(length, 2)]
-    dq_start, dk_end, dv, d_product, d_gate = _backward_between(d_outs, x, pieces, outs, lses, plan)
-    results = [None if y is None else y.new_empty(y.shape) for y in x[:6]]
-    for i, piece in enumerate(pieces):
-        inside = plan.backend.block_backward(
-            d_outs[i], *piece, outs[i], lses[i], plan.scale, dq_start[i], dk_end[i], d_product[i]
+    between = _backward_between(d_outs, x, segments, outs, lses, plan)
+    results = [None if y is None else y.new_empty(y.shape) for y in x.floating]
+    for i, segment in enumerate(segments):
+        d_ends = SegmentEnds(between.dq_start[i], between.dk_end[i], between.d_product[i])
+        inside = plan.backend.segment_backward(
+            d_outs[i], segment, outs[i], lses[i], plan.scale, d_ends
         )
-        between = (None, None, dv[i], None, None, None if d_gate is None else d_gate[i])
-        for total, part, other in zip(results, inside, between, strict=True):
-            if total is not None:
-                _piece(total, i, plan).copy_(part if other is None else part + other)
+        d_gate = None if between.d_gate is None else between.d_gate[i]
+        outside = (None, None, between.dv[i], None, None, d_gate)
+        for total, part, other in zip(results, inside, outside, strict=True):
+            if total is not None and part is not None:
+                _segment(total, i, plan).copy_(part if other is None else part + other)
     return tuple(results)
 
 
 def _backward_between(
     d_outs: Sequence[Tensor],
     x: Inputs,
-    pieces: list[Inputs],
+    segments: list[Inputs],
     outs: Sequence[Tensor],
     lses: Sequence[Tensor],
     plan: Plan,
 ) -> _Returned:
-    """What the pairs of tokens in different pieces contribute."""
-    frames = [plan.backend.block_frames(p.q, p.k, p.w, p.beta) for p in pieces]
-    scan = _Scan(x, pieces, frames, plan)
+    """What the pairs of tokens in different segments contribute."""
+    ends = [plan.backend.segment_ends(segment) for segment in segments]
+    scan = _Scan(x, segments, ends, plan)
     dtype = lses[0].dtype
     deltas = [(g.to(dtype) * y).sum(-1).mT.contiguous() for g, y in zip(d_outs, outs, strict=True)]
     grads = _Gradients(scan, dtype)
     for source, theirs in scan.exchange.visit():
         returned = [torch.zeros_like(y, dtype=dtype) for y in theirs]
-        for r in scan.rectangles(source, theirs):
-            computed = plan.backend.rectangle_backward(
-                d_outs[r.row], *r.operands, lses[r.row], deltas[r.row], plan.scale
+        for r in scan.pairs(source, theirs):
+            computed = plan.backend.cross_segment_backward(
+                d_outs[r.row], r.operands, lses[r.row], deltas[r.row], plan.scale
             )
             grads.add(r, theirs[0][r.column], [y[r.column] for y in returned], *computed)
         scan.exchange.give_back(source, returned)
@@ -119,117 +108,118 @@ def describe(x: Inputs, starts: Sequence[int], length: int, exchange: str, scale
     layout = hashlib.sha256(repr(list(starts)).encode()).hexdigest()[:8]
     given = [name for name, y in x._asdict().items() if y is not None]
     shapes = f"q {list(x.q.shape)}, k {list(x.k.shape)}, v {list(x.v.shape)} of {x.q.dtype}"
-    pieces = f"{len(starts)} pieces of {length} tokens at #{layout}"
-    return f"{shapes}, given {' '.join(given)}; {pieces}; {exchange}, scale {scale}"
+    segments = f"{len(starts)} segments of {length} tokens at #{layout}"
+    return f"{shapes}, given {' '.join(given)}; {segments}; {exchange}, scale {scale}"
 
 
-def _piece(x: Tensor, i: int, plan: Plan) -> Tensor:
-    """The rank's i-th piece of x [B, T, ...] (a view)."""
+def _segment(x: Tensor, i: int, plan: Plan) -> Tensor:
+    """The rank's i-th segment of x [B, T, ...] (a view)."""
     return x.narrow(1, i * plan.layout.length, plan.layout.length)
 
 
 def _split(x: Inputs, plan: Plan) -> list[Inputs]:
-    """The rank's pieces; document starts count from the piece's first token."""
-    pieces = []
+    """The rank's segments; document starts count from the segment's first token."""
+    segments = []
     for i, start in enumerate(plan.layout.starts[plan.transport.rank]):
-        piece = x.map(partial(_piece, i=i, plan=plan))
-        if piece.document_start is not None:
-            relative = (piece.document_start - start).clamp_min(0)
-            piece = piece._replace(document_start=relative)
-        pieces.append(piece)
-    return pieces
+        segment = x.map(partial(_segment, i=i, plan=plan))
+        if segment.document_start is not None:
+            relative = (segment.document_start - start).clamp_min(0)
+            segment = segment._replace(document_start=relative)
+        segments.append(segment)
+    return segments
 
 
-class _Rectangle(NamedTuple):
-    """Queries of the rank's piece c, the `row`-th it has, on piece s, the `column`-th of theirs."""
+class _Pair(NamedTuple):
+    """Holds queries of the rank's segment c, its `row`-th, and segment s, the `column`-th of its
+    rank.
+    """
 
     c: int
     row: int
     s: int
     column: int
     move: Tensor | None  # M(s, c) [B, H, D, D], None for the identity
-    operands: tuple[Tensor | None, ...]  # q, k, v, gate_q, gate_k, first_key
+    operands: CrossSegment
 
 
 class _Returned(NamedTuple):
-    """Gradients that reach each own piece from outside."""
+    """Gradients that reach each own segment from outside."""
 
     dq_start: Sequence[Tensor]  # [B, T, HQ, D]
-    dk_end: Tensor  # [own pieces, B, T, H, D]
-    dv: Tensor  # [own pieces, B, T, H, DV]
+    dk_end: Tensor  # [own segments, B, T, H, D]
+    dv: Tensor  # [own segments, B, T, H, DV]
     d_product: Sequence[Tensor | None]  # [B, H, D, D]
-    d_gate: Tensor | None  # [own pieces, B, T, HQ]
+    d_gate: Tensor | None  # [own segments, B, T, HQ]
 
 
 class _Scan:
-    """What both directions share: frames, products and gates, and the exchange under way."""
+    """Holds what both directions share: ends, products and gates, and the exchange under way."""
 
-    def __init__(self, x: Inputs, pieces: list[Inputs], frames: Sequence, plan: Plan):
+    def __init__(self, x: Inputs, segments: list[Inputs], ends: Sequence[SegmentEnds], plan: Plan):
         self.plan, self.document_start = plan, x.document_start
         self.own = plan.layout.held_by(plan.transport.rank)
-        q_start, k_end, product = zip(*frames, strict=True)
+        q_start, k_end, product = zip(*ends, strict=True)
         self.q_start = q_start
         self.products = None if product[0] is None else self._gather(torch.stack(product))
         self.moves = {c: _moves(self.products, c) for c in self.own}
-        mine = [torch.stack(k_end), torch.stack([piece.v for piece in pieces])]
+        mine = [torch.stack(k_end), torch.stack([segment.v for segment in segments])]
         self.gates = None
         if x.log_gate is not None:
-            gates = torch.stack([p.log_gate.mT for p in pieces if p.log_gate is not None])
+            gates = torch.stack([p.log_gate.mT for p in segments if p.log_gate is not None])
             sums = cumulative_gate(gates, -1)
             self.gates = _Gates(sums, torch.stack(self._gather(sums[..., -1])), x.log_gate.dtype)
             mine.append(self.gates.after)
-        self.exchange = METHODS[plan.method](plan.transport, mine)
+        self.exchange = METHODS[plan.exchange](plan.transport, mine)
 
     def _gather(self, x: Tensor) -> list[Tensor]:
-        """x [own pieces, ...] of every rank: the pieces along the sequence."""
+        """x [own segments, ...] of every rank: the segments along the sequence."""
         gathered = self.plan.transport.all_gather(x)()
         return [gathered[rank, place] for rank, place in self.plan.layout.home]
 
     def reduce(self, x: Sequence[Tensor]) -> Tensor:
-        """The reverse: the sum over all ranks of x[piece], for the own pieces."""
+        """The reverse: the sum over all ranks of x[segment], for the own segments."""
         ranks = self.plan.layout.ranks
-        order = [piece for rank in range(ranks) for piece in self.plan.layout.held_by(rank)]
-        ordered = torch.stack([x[piece] for piece in order]).unflatten(0, (ranks, -1))
+        order = [segment for rank in range(ranks) for segment in self.plan.layout.held_by(rank)]
+        ordered = torch.stack([x[segment] for segment in order]).unflatten(0, (ranks, -1))
         return self.plan.transport.reduce_scatter(ordered)()
 
-    def rectangles(self, source: int, theirs: Sequence[Tensor]) -> Iterator[_Rectangle]:
-        """Of the rank's queries on the pieces of `source`."""
+    def pairs(self, source: int, theirs: Sequence[Tensor]) -> Iterator[_Pair]:
+        """Yields the pairs of the rank's queries with the segments of `source`."""
         for column, s in enumerate(self.plan.layout.held_by(source)):
-            k_end, v, *gate_k = (x[column] for x in theirs)
+            k_end, v, *gates = (x[column] for x in theirs)
+            gate_k = gates[0] if gates else None
             for row, c in enumerate(self.own):
                 if s >= c:
                     continue
                 k, move = k_end, self.moves[c].get(s)
                 if move is not None:
                     k = _by_head(multiply(_by_head(k), move)).to(k.dtype)
-                gates = (
-                    (None, None) if self.gates is None else (self.gates.before(c, row, s), *gate_k)
-                )
+                gate_q = None if self.gates is None else self.gates.before(c, row, s)
                 first_key = None
                 if self.document_start is not None:
-                    start = _piece(self.document_start, row, self.plan)
+                    start = _segment(self.document_start, row, self.plan)
                     first_key = (start - s * self.plan.layout.length).clamp_min(0)
-                operands = (self.q_start[row], k, v, *gates, first_key)
-                yield _Rectangle(c, row, s, column, move, operands)
+                operands = CrossSegment(self.q_start[row], k, v, gate_q, gate_k, first_key)
+                yield _Pair(c, row, s, column, move, operands)
 
 
 class _Gates:
-    """Log gates between a query and a key of different pieces."""
+    """Log gates between a query and a key of different segments."""
 
     def __init__(self, sums: Tensor, totals: Tensor, dtype: torch.dtype):
-        """sums: fp64 [own pieces, B, HQ, T], from the piece's start; totals: [pieces, B, HQ]."""
+        """sums: fp64 [own segments, B, HQ, T], from its start; totals: [segments, B, HQ]."""
         self.sums, self.dtype = sums, dtype
-        self.after = (sums[..., -1:] - sums).to(dtype)  # gate_k of the own pieces
-        self.until = torch.cat([torch.zeros_like(totals[:1]), totals.cumsum(0)])  # before a piece
+        self.after = (sums[..., -1:] - sums).to(dtype)  # gate_k of the own segments
+        self.until = torch.cat([torch.zeros_like(totals[:1]), totals.cumsum(0)])  # before a segment
 
     def before(self, c: int, row: int, s: int) -> Tensor:
-        """gate_q [B, HQ, T] of piece c on piece s."""
+        """gate_q [B, HQ, T] of segment c on segment s."""
         between = self.until[c] - self.until[s + 1]
         return (self.sums[row] + between.unsqueeze(-1)).to(self.dtype)
 
 
 class _Gradients:
-    """Sums over the rectangles of a rank, and then over ranks."""
+    """Sums over the pairs of a rank, and then over ranks."""
 
     def __init__(self, scan: _Scan, dtype: torch.dtype):
         self.scan = scan
@@ -241,7 +231,7 @@ class _Gradients:
 
     def add(
         self,
-        r: _Rectangle,
+        r: _Pair,
         k_end: Tensor,
         returned: Sequence[Tensor],
         dq: Tensor,
@@ -250,7 +240,7 @@ class _Gradients:
         d_gate_q: Tensor | None,
         d_gate_k: Tensor | None,
     ) -> None:
-        """One rectangle; `returned` are the sums of its keys' gradients."""
+        """Adds one pair; `returned` are the sums of its keys' gradients."""
         self.dq_start[r.row] += dq
         if r.move is not None:
             self.d_moves[r.c][r.s] = multiply(_by_head(k_end).mT, _by_head(dk))
@@ -278,7 +268,7 @@ class _Gradients:
         return _Returned(self.dq_start, dk_end, dv, d_product, d_gate.mT)
 
     def _d_products(self, products: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's part of the gradient of every piece's product."""
+        """This rank's part of the gradient of every segment's product."""
         d_products = [torch.zeros_like(x) for x in products]
         for c, d_moves in self.d_moves.items():
             total = None

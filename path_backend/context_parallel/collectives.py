@@ -1,15 +1,15 @@
 """How keys and values of other ranks arrive, and how their gradients return.
 
-AllGather holds the pieces of all ranks at once. Ring holds its own, those that it works on, and
+AllGather holds the segments of all ranks at once. Ring holds its own, those that it works on, and
 those that arrive meanwhile: memory does not grow with the number of ranks, but for the D x D
-products of the pieces. Both start with the rank's own pieces, so that the first transfer overlaps
-attention on these.
+products of the segments. Both start with the rank's own segments, so that the first transfer
+overlaps attention on these.
 
 Ring sums gradients in the order rank, rank + 1, ...; AllGather in the order of the backend's
 reduce-scatter.
 
 Bytes that each of R ranks sends, and receives, in either method. It holds n = B T tokens in P
-pieces; b is the size of an element of k. Terms of HQ need a gate, those of D^2 reflections.
+segments; b is the size of an element of k. Terms of HQ need a gate, those of D^2 reflections.
 
     a = n (H (D + DV) b + 4 HQ)     keys, values, gates after a key
     g = n (H (D + DV) + HQ) 4       their gradients
@@ -145,7 +145,7 @@ class GroupTransport:
 
 
 class AllGather:
-    """mine: tensors of this rank's pieces, of the same shapes on every rank."""
+    """mine: tensors of this rank's segments, of the same shapes on every rank."""
 
     def __init__(self, transport: Transport, mine: Sequence[Tensor]):
         self.transport, self.mine = transport, mine
@@ -175,7 +175,7 @@ class AllGather:
 
 
 class Ring:
-    """As AllGather, with one rank's pieces at a time."""
+    """As AllGather, with one rank's segments at a time."""
 
     def __init__(self, transport: Transport, mine: Sequence[Tensor]):
         self.transport, self.mine = transport, mine
@@ -191,7 +191,7 @@ class Ring:
             here = [wait() for wait in waits]
 
     def give_back(self, source: int, grads: Sequence[Tensor]) -> None:
-        """Straight to the owner, while attention on the next pieces runs."""
+        """Straight to the owner, while attention on the next segments runs."""
         if source == self.transport.rank:
             self.sums = list(grads)
             return

@@ -1,14 +1,14 @@
-"""The tokens that a short causal convolution needs from other pieces, and their gradient.
+"""The tokens that a short causal convolution needs from other segments, and their gradient.
 
-Under context parallelism a sequence lies on the ranks of a group in pieces (layout.py). The last
-rows of each piece go to all ranks, a few kilobytes, and a rank takes those that precede its own
-pieces. Gradients return the same way: a reduce-scatter sums them where the rows came from.
+Under context parallelism a sequence lies on the ranks of a group in segments (layout.py). The last
+rows of each segment go to all ranks, a few kilobytes, and a rank takes those that precede its own
+segments. Gradients return the same way: a reduce-scatter sums them where the rows came from.
 
     halo           x, rows, starts, length, group_name -> out
     halo_backward  d_out, the same but x -> dx
 
 are dispatcher ops, as attention is (ops.py); all ranks of the group must call them. `starts` has
-the first token of each piece, those of rank 0 first.
+the first token of each segment, those of rank 0 first.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _library.define(f"halo_backward(Tensor d_out, {_options}) -> Tensor", tags=_tags
 
 
 def halo(x: Tensor, rows: int, layout: Layout, group: ProcessGroup) -> Tensor:
-    """The `rows` >= 1 tokens before each piece of this rank, zeros before the sequence begins.
+    """The `rows` >= 1 tokens before each segment of this rank, zeros before the sequence begins.
 
-    x [B, layout.tokens, C] -> [B, pieces of this rank, rows, C]. Pieces may be shorter than `rows`.
-    All ranks of the group must call, and differentiate, in the same order.
+    x [B, layout.tokens, C] -> [B, segments of this rank, rows, C]. Segments may be shorter than
+    `rows`. All ranks of the group must call, and differentiate, in the same order.
     """
     out: Tensor = torch.ops.path_backend.halo(x, rows, layout.flat, layout.length, group.group_name)
     return out
@@ -44,7 +44,7 @@ def halo(x: Tensor, rows: int, layout: Layout, group: ProcessGroup) -> Tensor:
 
 def take(x: Tensor, rows: int, layout: Layout, transport: Transport) -> Tensor:
     """halo over a transport."""
-    tails = x.unflatten(1, (-1, layout.length))[:, :, -rows:]  # [B, pieces, min(rows, length), C]
+    tails = x.unflatten(1, (-1, layout.length))[:, :, -rows:]  # [B, segments, min(rows, length), C]
     tails_of = transport.all_gather(tails)()
     nothing = torch.zeros_like(tails[:, 0])
     halos = []
@@ -55,10 +55,10 @@ def take(x: Tensor, rows: int, layout: Layout, transport: Transport) -> Tensor:
 
 
 def give_back(d_halos: Tensor, rows: int, layout: Layout, transport: Transport) -> Tensor:
-    """Gradient of x from that of its halos, d_halos [B, pieces, rows, C]."""
-    B, pieces, _, C = d_halos.shape
+    """Gradient of x from that of its halos, d_halos [B, segments, rows, C]."""
+    B, segments, _, C = d_halos.shape
     given = min(rows, layout.length)
-    d_tails_of = d_halos.new_zeros(layout.ranks, B, pieces, given, C)
+    d_tails_of = d_halos.new_zeros(layout.ranks, B, segments, given, C)
     sources_of = _sources(rows, layout, transport.rank)
     for d_halo, sources in zip(d_halos.unbind(1), sources_of, strict=True):
         cut = len(sources) * given - rows  # rows of the first source that are not in the halo
@@ -71,11 +71,13 @@ def give_back(d_halos: Tensor, rows: int, layout: Layout, transport: Transport) 
 
 
 def _sources(rows: int, layout: Layout, rank: int) -> list[list[tuple[int, int] | None]]:
-    """For each piece of the rank, where the pieces are that the `rows` tokens before it touch."""
+    """Returns, for each segment of the rank, the places of those that the `rows` tokens before it
+    touch.
+    """
     reach = range(-(-rows // layout.length), 0, -1)
     return [
-        [layout.home[piece - back] if piece >= back else None for back in reach]
-        for piece in layout.held_by(rank)
+        [layout.home[segment - back] if segment >= back else None for back in reach]
+        for segment in layout.held_by(rank)
     ]
 
 
@@ -93,15 +95,15 @@ def _halo_backward(
 
 
 def _halo_fake(x: Tensor, rows: int, starts: list[int], length: int, group_name: str) -> Tensor:
-    pieces = len(starts) // GroupTransport(group_name).ranks
-    return x.new_empty(x.shape[0], pieces, rows, x.shape[2])
+    segments = len(starts) // GroupTransport(group_name).ranks
+    return x.new_empty(x.shape[0], segments, rows, x.shape[2])
 
 
 def _halo_backward_fake(
     d_out: Tensor, rows: int, starts: list[int], length: int, group_name: str
 ) -> Tensor:
-    B, pieces, _, C = d_out.shape
-    return d_out.new_empty(B, pieces * length, C)
+    B, segments, _, C = d_out.shape
+    return d_out.new_empty(B, segments * length, C)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

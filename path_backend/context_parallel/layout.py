@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """A sequence cut into pieces of equal length, the same number of them on every rank.
+    """A sequence cut into segments of equal length, the same number of them on every rank.
 
-    starts: per rank, the first token of each of its pieces in the order in which they lie in the
+    starts: per rank, the first token of each of its segments in the order in which they lie in the
         rank's tensors.
-    length: tokens of a piece.
+    length: tokens of a segment.
 
-    Raises ValueError if the pieces do not cover the sequence, each token once.
+    Raises ValueError if the segments do not cover the sequence, each token once.
     """
 
     starts: tuple[tuple[int, ...], ...]
@@ -32,26 +32,26 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise ValueError(f"the length of a piece must be at least 1, got {self.length}")
-        counts = [len(pieces) for pieces in self.starts]
+            raise ValueError(f"the length of a segment must be at least 1, got {self.length}")
+        counts = [len(segments) for segments in self.starts]
         if not counts or min(counts) < 1 or min(counts) != max(counts):
-            raise ValueError(f"every rank must hold the same number of pieces, got {counts}")
+            raise ValueError(f"every rank must hold the same number of segments, got {counts}")
         found = sorted(self.flat)
         for want, start in zip(range(0, len(found) * self.length, self.length), found, strict=True):
             if start != want:
                 raise ValueError(
-                    f"{len(found)} pieces of {self.length} tokens must cover the sequence: "
+                    f"{len(found)} segments of {self.length} tokens must cover the sequence: "
                     f"expected one that starts at {want}, got starts {self.starts}"
                 )
 
     @classmethod
     def contiguous(cls, ranks: int, length: int) -> Layout:
-        """One piece per rank, in order."""
+        """One segment per rank, in order."""
         return cls(tuple((rank * length,) for rank in range(ranks)), length)
 
     @classmethod
     def head_tail(cls, ranks: int, length: int) -> Layout:
-        """Two pieces per rank, r and 2 * ranks - 1 - r: every rank has the same share of a causal
+        """Two segments per rank, r and 2 * ranks - 1 - r: every rank has the same share of a causal
         triangle. This is the default of torch's context parallelism.
         """
         pairs = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
@@ -61,7 +61,7 @@ class Layout:
     def from_flat(cls, starts: tuple[int, ...], length: int, ranks: int) -> Layout:
         """From the starts of rank 0, of rank 1, ... in one sequence."""
         if len(starts) % ranks:
-            raise ValueError(f"{len(starts)} pieces cannot be shared among {ranks} ranks equally")
+            raise ValueError(f"{len(starts)} segments cannot be shared among {ranks} ranks equally")
         count = len(starts) // ranks
         per_rank = (starts[rank * count : (rank + 1) * count] for rank in range(ranks))
         return cls(tuple(per_rank), length)
@@ -69,14 +69,14 @@ class Layout:
     @property
     def flat(self) -> list[int]:
         """The inverse of from_flat, as ops take it: starts of rank 0, of rank 1, ..."""
-        return [start for pieces in self.starts for start in pieces]
+        return [start for segments in self.starts for start in segments]
 
     @property
     def ranks(self) -> int:
         return len(self.starts)
 
     @property
-    def pieces(self) -> int:
+    def segments(self) -> int:
         """Of all ranks."""
         return self.ranks * len(self.starts[0])
 
@@ -86,16 +86,16 @@ class Layout:
         return len(self.starts[0]) * self.length
 
     def held_by(self, rank: int) -> list[int]:
-        """The rank's pieces, numbered along the sequence, in local order."""
+        """The rank's segments, numbered along the sequence, in local order."""
         return [start // self.length for start in self.starts[rank]]
 
     @cached_property
     def home(self) -> list[tuple[int, int]]:
-        """Of each piece along the sequence: its rank, and its place there."""
+        """Of each segment along the sequence: its rank, and its place there."""
         homes: dict[int, tuple[int, int]] = {}
         for rank in range(self.ranks):
-            homes |= {piece: (rank, place) for place, piece in enumerate(self.held_by(rank))}
-        return [homes[piece] for piece in range(self.pieces)]
+            homes |= {segment: (rank, place) for place, segment in enumerate(self.held_by(rank))}
+        return [homes[segment] for segment in range(self.segments)]
 
 
 def layout_from_positions(positions: Tensor, group: ProcessGroup) -> Layout:
@@ -107,7 +107,7 @@ def layout_from_positions(positions: Tensor, group: ProcessGroup) -> Layout:
         row. It may be on any device that the group works on.
 
     Raises ValueError, on every rank, if T differs between ranks, rows differ, or the ranks together
-    do not hold each token of a sequence once, in pieces of one length.
+    do not hold each token of a sequence once, in segments of one length.
     """
     if positions.ndim != 2 or 0 in positions.shape:
         raise ValueError(f"positions must have shape [B, T], got {list(positions.shape)}")
@@ -122,10 +122,10 @@ def layout_from_positions(positions: Tensor, group: ProcessGroup) -> Layout:
     held = transport.all_gather(positions[0].long())().tolist()
 
     runs = [_runs(tokens) for tokens in held]
-    length = math.gcd(*(count for pieces in runs for _, count in pieces))
+    length = math.gcd(*(count for segments in runs for _, count in segments))
     starts = (
-        tuple(first + i for first, count in pieces for i in range(0, count, length))
-        for pieces in runs
+        tuple(first + i for first, count in segments for i in range(0, count, length))
+        for segments in runs
     )
     return Layout(tuple(starts), length)
 

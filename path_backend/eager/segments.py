@@ -1,23 +1,22 @@
-"""A sequence in blocks, in plain torch: what context parallelism is built from.
+"""A sequence in segments, in plain torch: what context parallelism is built from.
 
-Attention inside each block (`block_*`), and for each pair of blocks dense attention, without a
-causal mask, of queries and keys that meet in one frame (`rectangle_*`):
+Attention inside each segment (`segment_*`), and for each pair of segments dense attention, without
+a causal mask, of queries and keys that meet in one frame (`cross_segment_*`):
 
-    H_{j+1} ... H_i = (H_{j+1} ... end of j's block) (blocks between) (start of i's block ... H_i)
-    logit_ij        = scale * k_end_j^T (products of the blocks between) q_start_i + gates
+    H_{j+1} ... H_i = (H_{j+1} ... end of j's segment) (segments between) (start of i's ... H_i)
+    logit_ij        = scale * k_end_j^T (products of the segments between) q_start_i + gates
 
-B, T, HQ, H, D, DV as in path_attention; q, k, v, w of one dtype. Compute precision is fp32, fp64
-for fp64 inputs. path_backend.kernels.backend has the same functions as kernels.
+path_backend/arguments.py says what each function takes and returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from path_backend.arguments import CrossSegment, Gradients, Inputs, SegmentEnds, SegmentForward
 from path_backend.eager import softmax
 from path_backend.eager.attention import (
     Slice,
@@ -25,112 +24,69 @@ from path_backend.eager.attention import (
     slice_backward,
     slice_forward,
     slices,
-    sweep,
     unfold,
+    unfold_each,
 )
-
-
-class Frames(NamedTuple):
-    """Queries at the start of their block, keys at its end, and the block's product."""
-
-    q_start: Tensor  # H_1 ... H_i q_i [B, T, HQ, D], q's dtype
-    k_end: Tensor  # (H_{j+1} ... H_T)^T k_j [B, T, H, D], k's dtype
-    product: Tensor | None  # H_1 ... H_T [B, H, D, D], compute precision; None without reflections
-
-
-class Block(NamedTuple):
-    """Attention inside a block, and the Frames for what lies outside."""
-
-    out: Tensor  # [B, T, HQ, DV], compute precision
-    lse: Tensor  # natural log-sum-exp [B, HQ, T], compute precision
-    q_start: Tensor
-    k_end: Tensor
-    product: Tensor | None
+from path_backend.eager.carry import carry
 
 
 @torch.no_grad()
-def block_frames(q: Tensor, k: Tensor, w: Tensor | None, beta: Tensor | None) -> Frames:
-    """The last three results of block_forward, without its attention."""
+def segment_ends(inputs: Inputs) -> SegmentEnds:
+    """Returns the ends of a segment, without its attention."""
+    q, k, _, w, *_ = inputs
     if w is None:
-        return Frames(q, k, None)
+        return SegmentEnds(q, k, None)
     moved = []
-    for part in slices(q, k, k[..., :0], w, beta, None, None, 1.0):
+    alone = inputs._replace(v=k[..., :0], log_gate=None, document_start=None)
+    for part in slices(alone, 1.0):
         _, _, q_start, k_end, product = part.start()
-        for level in sweep(q_start, k_end, product, part.chunk, whole=True):
+        for level in carry(q_start, k_end, product, part.chunk, to_ends=True):
             product = level.product
         moved.append((q_start, k_end, product))
-    return _join(q, k, moved)
+    return _join(inputs, moved)
 
 
 @torch.no_grad()
-def block_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor | None,
-    beta: Tensor | None,
-    log_gate: Tensor | None,
-    document_start: Tensor | None,
-    scale: float,
-) -> Block:
-    """Arguments as path_attention, of one block; document_start counts from its first token."""
-    B, T = q.shape[:2]
+def segment_forward(inputs: Inputs, scale: float) -> SegmentForward:
+    """Returns attention inside a segment, and its ends."""
+    B, T = inputs.q.shape[:2]
     attention, moved = [], []
-    for part in slices(q, k, v, w, beta, log_gate, document_start, scale):
-        out, lse, q_start, k_end, product = slice_forward(part, whole=True)
+    for part in slices(inputs, scale):
+        out, lse, q_start, k_end, product = slice_forward(part, to_ends=True)
         attention.append((out[:, :T], lse[:, :T]))
         moved.append((q_start, k_end, product))
     out, lse = (torch.cat(x) for x in zip(*attention, strict=True))
-    frames = Frames(q, k, None) if w is None else _join(q, k, moved)
-    return Block(unfold(out, B), unfold(lse, B).mT.contiguous(), *frames)
+    ends = SegmentEnds(inputs.q, inputs.k, None) if inputs.w is None else _join(inputs, moved)
+    return SegmentForward(unfold(out, B), unfold(lse, B).mT.contiguous(), ends)
 
 
 @torch.no_grad()
-def block_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor | None,
-    beta: Tensor | None,
-    log_gate: Tensor | None,
-    document_start: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    dq_start: Tensor,
-    dk_end: Tensor,
-    d_product: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, w, beta, log_gate in compute precision (None for None).
-
-    out, lse: over the keys of all blocks. dq_start, dk_end, d_product: gradients of the Frames.
-    The result has those and the pairs inside the block; a gate's pairs outside are not in it.
-    """
-    B, T, H = k.shape[:3]
-    d_out, out, lse, dq_start = (fold(x, H) for x in (d_out, out, lse.mT, dq_start))
-    dk_end = fold(dk_end, H).squeeze(2)
+def segment_backward(
+    d_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, scale: float, d_ends: SegmentEnds
+) -> Gradients:
+    """Returns gradients of the floating inputs in compute precision (None for None)."""
+    B, T, H = inputs.k.shape[:3]
+    d_out, out, lse, dq_start = (fold(x, H) for x in (d_out, out, lse.mT, d_ends.q_start))
+    dk_end = fold(d_ends.k_end, H).squeeze(2)
     results = []
-    for part in slices(q, k, v, w, beta, log_gate, document_start, scale):
+    for part in slices(inputs, scale):
         arriving = (
             part.take(dq_start).clone(),
             part.take(dk_end).clone(),
-            None if d_product is None else _part_of_product(part, d_product),
+            None if d_ends.product is None else _part_of_product(part, d_ends.product),
         )
         grads = slice_backward(part, part.gradient(d_out, out, lse), arriving)
         results.append([None if g is None else g[:, :T] for g in grads])
-    return tuple(
-        None if x[0] is None else unfold(torch.cat(x), B) for x in zip(*results, strict=True)
-    )
+    return unfold_each(results, B)
 
 
-def _join(q: Tensor, k: Tensor, moved: list) -> Frames:
-    """Frames of all heads from (q_start [Z, T, R, D], k_end [Z, T, D], product) of each slice."""
-    B, T = q.shape[:2]
+def _join(inputs: Inputs, moved: list) -> SegmentEnds:
+    """Returns ends of all heads from (q_start [Z, T, R, D], k_end [Z, T, D], product) of slices."""
+    B, T = inputs.q.shape[:2]
     q_start, k_end, product = (torch.cat(x) for x in zip(*moved, strict=True))
-    return Frames(
-        unfold(q_start[:, :T], B).to(q.dtype),
-        unfold(k_end[:, :T].unsqueeze(2), B).to(k.dtype),
+    return SegmentEnds(
+        unfold(q_start[:, :T], B).to(inputs.q.dtype),
+        unfold(k_end[:, :T].unsqueeze(2), B).to(inputs.k.dtype),
         product.view(B, -1, *product.shape[2:]),
     )
 
@@ -141,30 +97,9 @@ def _part_of_product(part: Slice, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def rectangle_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate_q: Tensor | None,
-    gate_k: Tensor | None,
-    first_key: Tensor | None,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Merges dense attention of q on k, v into out and lse, in place.
-
-        logit_ij = scale * q_i . k_j + gate_q_i + gate_k_j
-
-    Args:
-        q: [B, Tq, HQ, D]. k: [B, Tk, H, D]. v: [B, Tk, H, DV].
-        gate_q, gate_k: [B, HQ, Tq] and [B, HQ, Tk] in natural-log units, compute precision; both
-            or neither.
-        first_key: int32 [B, Tq]: keys j < first_key[b, i] are masked. It may exceed Tk.
-        out, lse: [B, Tq, HQ, DV] and [B, HQ, Tq], compute precision: what the rows saw so far,
-            zero and -inf if nothing.
-    """
-    part = _Rectangle(q, k, v, gate_q, gate_k, first_key, scale, out.dtype)
+def cross_segment_forward(pair: CrossSegment, scale: float, out: Tensor, lse: Tensor) -> None:
+    """Merges attention of a pair into out and lse, in place."""
+    part = _HeadGroups(pair, scale, out.dtype)
     out, lse = part.rows(out), part.rows(lse.mT)
     for at in part.tiles():
         logits, row, row_lse = part.logits(at), out[:, :, at], lse[:, :, at]
@@ -176,24 +111,11 @@ def rectangle_forward(
 
 
 @torch.no_grad()
-def rectangle_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate_q: Tensor | None,
-    gate_k: Tensor | None,
-    first_key: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    scale: float,
+def cross_segment_backward(
+    d_out: Tensor, pair: CrossSegment, lse: Tensor, delta: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v, gate_q, gate_k in compute precision (None without gates).
-
-    d_out: [B, Tq, HQ, DV]. lse, delta: [B, HQ, Tq], over the keys of all blocks;
-    delta = rowsum(d_out * out). Others as rectangle_forward.
-    """
-    part = _Rectangle(q, k, v, gate_q, gate_k, first_key, scale, lse.dtype)
+    """Returns gradients of q, k, v, gate_q, gate_k in compute precision (None without gates)."""
+    part = _HeadGroups(pair, scale, lse.dtype)
     d_out, lse, delta = part.rows(d_out), part.rows(lse.mT), part.rows(delta.mT)
     dq = torch.zeros_like(part.q, dtype=lse.dtype)
     dk, dv = torch.zeros_like(part.k), torch.zeros_like(part.v)
@@ -220,25 +142,16 @@ def rectangle_backward(
     )
 
 
-class _Rectangle:
-    """A rectangle's operands by head group: queries [B, H, Tq, R, ...], keys [B, H, Tk, ...]."""
+class _HeadGroups:
+    """Holds a pair by key/value head: queries [B, H, Tq, R, ...], keys [B, H, Tk, ...]."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate_q: Tensor | None,
-        gate_k: Tensor | None,
-        first_key: Tensor | None,
-        scale: float,
-        dtype: torch.dtype,
-    ):
-        self.heads, self.scale, self.first_key, self.dtype = k.shape[2], scale, first_key, dtype
-        self.q = self.rows(q)
-        self.k, self.v = (x.transpose(1, 2).to(dtype) for x in (k, v))
-        self.gate_q = None if gate_q is None else self.rows(gate_q.mT)
-        self.gate_k = None if gate_k is None else self.rows(gate_k.mT)
+    def __init__(self, pair: CrossSegment, scale: float, dtype: torch.dtype):
+        self.heads, self.scale, self.dtype = pair.k.shape[2], scale, dtype
+        self.first_key = pair.first_key
+        self.q = self.rows(pair.q)
+        self.k, self.v = (x.transpose(1, 2).to(dtype) for x in (pair.k, pair.v))
+        self.gate_q = None if pair.gate_q is None else self.rows(pair.gate_q.mT)
+        self.gate_k = None if pair.gate_k is None else self.rows(pair.gate_k.mT)
 
     def rows(self, x: Tensor) -> Tensor:
         """[B, T, HQ, ...] -> view [B, H, T, R, ...]."""

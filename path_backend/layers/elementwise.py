@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from path_backend.beta import beta_from_logits, squared_norm
+from path_backend.precision import at_least_float32
 
 W_NORM_EPS = 1e-6  # added to |w|^2, as the public code does
 
@@ -99,10 +100,6 @@ def causal_conv(
             tap = torch.where((age >= back)[..., None], tap, 0)
         out = out + tap
     return out
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 @functools.cache

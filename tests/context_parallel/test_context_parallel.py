@@ -11,12 +11,13 @@ from context_simulation import gradient_of_out, shard, simulate
 from kernel_checks import assert_within_limits
 
 from path_backend import path_attention
+from path_backend.arguments import Inputs
 from path_backend.benchmarks.context_parallel import bytes_sent
 from path_backend.context_parallel import by_tokens
 from path_backend.context_parallel.collectives import Ring
 from path_backend.context_parallel.layout import Layout
 from path_backend.eager import attention, segments
-from path_backend.testing import Inputs, as_leaves, assert_exact, make_inputs, relative_error, run
+from path_backend.testing import as_leaves, assert_exact, make_inputs, relative_error, run
 
 EXACT = 1e-10
 METHODS = ("allgather", "ring")
@@ -50,34 +51,34 @@ def check(inputs, layout, method):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_device(monkeypatch, case, layout, method):
-    """Catches a product, gate or gradient that is lost, doubled or misplaced between pieces."""
+    """Catches a product, gate or gradient that is lost, doubled or misplaced between segments."""
     monkeypatch.setattr(attention, "CHUNK", 8)
     layout = LAYOUTS[layout]
-    check(make_inputs(layout.pieces * layout.length, **CASES[case]), layout, method)
+    check(make_inputs(layout.segments * layout.length, **CASES[case]), layout, method)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_ulysses_equals_one_device(case, layout):
-    """Catches heads and tokens mixed up on their way: any order of pieces, GQA, documents."""
+    """Catches heads and tokens mixed up on their way: any order of segments, GQA, documents."""
     layout = LAYOUTS[layout]
     heads = dict(H=8, HQ=16 if "HQ" in CASES[case] else 8)
-    inputs = make_inputs(layout.pieces * layout.length, **(CASES[case] | heads))
+    inputs = make_inputs(layout.segments * layout.length, **(CASES[case] | heads))
     check(inputs, layout, "heads")
 
 
 @pytest.mark.parametrize("length", [1, 63, 130])
 def test_pieces_of_odd_length(length):
-    """Catches padding of a chunk that leaks into a product, a gate sum or another piece."""
+    """Catches padding of a chunk that leaks into a product, a gate sum or another segment."""
     layout = Layout.head_tail(2, length)
     check(make_inputs(4 * length, HQ=4, gate=True), layout, "ring")
 
 
-# First tokens of the documents; pieces are 20 tokens long.
+# First tokens of the documents; segments are 20 tokens long.
 DOCUMENTS = {
-    "cut at a piece border": (0, 40, 80),
-    "cut by piece borders": (0, 33, 75, 90),
-    "spanning three pieces": (0, 15, 70),
+    "cut at a segment border": (0, 40, 80),
+    "cut by segment borders": (0, 33, 75, 90),
+    "spanning three segments": (0, 15, 70),
     "spanning all but the ends": (0, 1, 159),
     "one token before a border": (0, 19, 20, 100),
     "one token after a border": (0, 20, 21, 60, 61, 100),
@@ -88,9 +89,9 @@ DOCUMENTS = {
 @pytest.mark.parametrize("layout", ["4, contiguous", "4, head-tail"])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_documents(documents, layout):
-    """Catches a mask that counts from the wrong piece, and rows that see nothing of one."""
+    """Catches a mask that counts from the wrong segment, and rows that see nothing of one."""
     layout = LAYOUTS[layout]
-    T = layout.pieces * layout.length
+    T = layout.segments * layout.length
     start = torch.zeros(1, T, dtype=torch.int32)
     for first in DOCUMENTS[documents]:
         start[:, first:] = first
@@ -118,7 +119,7 @@ ADVERSARIAL = {
 @pytest.mark.parametrize("case", ADVERSARIAL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors_do_not_grow_with_the_number_of_ranks(dtype, case):
-    """Catches products in less than fp32, and keys rounded once per piece that they cross.
+    """Catches products in less than fp32, and keys rounded once per segment that they cross.
 
     In bf16 moved queries are rounded once, moved keys twice: the limits of one device hold.
     """
@@ -140,9 +141,9 @@ def test_errors_do_not_grow_with_the_number_of_ranks(dtype, case):
 
 
 def test_gates_after_large_ones_keep_their_differences():
-    """Catches gates taken as differences of fp32 sums, over a piece or over the whole sequence."""
+    """Catches gates taken as differences of fp32 sums, over a segment or a whole sequence."""
     inputs = make_inputs(1024, HQ=1, H=1, w=None, gate=True, dtype=torch.float32)
-    with torch.no_grad():  # large in the first half of every third piece
+    with torch.no_grad():  # large in the first half of every third segment
         inputs.log_gate.mul_(0.1)
         inputs.log_gate[:, torch.arange(1024) % 384 < 64] *= 1e5
     d_out = gradient_of_out(inputs)
@@ -197,13 +198,13 @@ class Counting:
 
 
 def test_the_ring_holds_few_pieces_at_a_time():
-    """Catches pieces kept after their turn: memory would grow with the number of ranks."""
+    """Catches segments kept after their turn: memory would grow with the number of ranks."""
     transport = Counting()
     ring = Ring(transport, [torch.zeros(4)])
     for source, _ in ring.visit():
         ring.give_back(source, [torch.ones(4)])
     assert ring.collect()[0].tolist() == [8.0] * 4
-    # The last pieces, those being attended to, the next, and one gradient.
+    # The last segments, those being attended to, the next, and one gradient.
     assert transport.most <= 4
 
 
@@ -226,7 +227,7 @@ class Delayed:
 
 
 def test_transfers_overlap_the_attention():
-    """Catches a ring that waits for the next pieces, or for gradients, before it computes."""
+    """Catches a ring that waits for the next segments, or for gradients, before it computes."""
     transport = Delayed()
     ring = Ring(transport, [torch.zeros(1)])
     for source, _ in ring.visit():
@@ -273,7 +274,7 @@ def test_the_formula_gives_the_megabytes_of_the_readme():
 
 @pytest.mark.parametrize("method", ["allgather", "heads"])
 def test_a_closed_gate(method):
-    """Catches sums over pieces that hold the log of a closed gate, and no digit of another's."""
+    """Catches sums over segments that hold the log of a closed gate, and no digit of another's."""
     inputs = make_inputs(80, gate=True)
     d_out = gradient_of_out(inputs)
     inputs.log_gate.data[:, 30] = -1e4
@@ -282,7 +283,7 @@ def test_a_closed_gate(method):
     assert_exact(simulate(inputs, d_out, Layout.head_tail(2, 20), method), exact, 1e-9)
 
 
-def test_the_backward_computes_no_attention_inside_pieces():
+def test_the_backward_computes_no_attention_inside_segments():
     """Catches a backward that runs the forward's attention again to find the frames."""
 
     class Backend:
@@ -293,5 +294,5 @@ def test_the_backward_computes_no_attention_inside_pieces():
     calls = []
     inputs = make_inputs(80)
     simulate(inputs, gradient_of_out(inputs), Layout.head_tail(2, 20), "ring", Backend())
-    assert calls.count("block_forward") == 4
-    assert calls.count("rectangle_forward") == calls.count("rectangle_backward") == 6
+    assert calls.count("segment_forward") == 4
+    assert calls.count("cross_segment_forward") == calls.count("cross_segment_backward") == 6

@@ -1,4 +1,4 @@
-"""The convolution over sequences in pieces, against the one over whole sequences."""
+"""The convolution over sequences in segments, against the one over whole sequences."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,28 +10,30 @@ from ranks import on_ranks
 
 from path_backend.context_parallel.halo import give_back, halo, take
 from path_backend.context_parallel.layout import Layout
-from path_backend.layers.attention import Shards, ShortConv, causal_conv
+from path_backend.layers.elementwise import causal_conv
+from path_backend.layers.projections import ShortConv
+from path_backend.layers.segmented import Segmented
 
 TOKENS, CHANNELS, WIDTH = 24, 3, 4
 LAYOUTS = {
     "2, contiguous": Layout.contiguous(2, 12),
     "2, head-tail": Layout.head_tail(2, 6),
     "3, in disorder": Layout(((20, 0), (4, 12), (16, 8)), 4),
-    "6, short pieces": Layout.head_tail(6, 2),
+    "6, short segments": Layout.head_tail(6, 2),
     "12, one token": Layout.head_tail(12, 1),
 }
 
 
 @pytest.mark.parametrize("rows", [1, 3, 6, 15])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_before_every_piece(layout, rows):
-    """Rows of the wrong piece or side, or fewer where they span several; a gradient misplaced."""
+def test_rows_before_every_segment(layout, rows):
+    """Rows of the wrong segment or side, or fewer where they span several; a gradient misplaced."""
     layout = LAYOUTS[layout]
     x = torch.randn(2, TOKENS, CHANNELS, dtype=torch.float64, requires_grad=True)
     padded = F.pad(x, (0, 0, rows, 0))
     expected = [
-        torch.stack([padded[:, start : start + rows] for start in pieces], dim=1)
-        for pieces in layout.starts
+        torch.stack([padded[:, start : start + rows] for start in segments], dim=1)
+        for segments in layout.starts
     ]
     d_halos = [torch.randn_like(e) for e in expected]
     torch.autograd.backward(expected, d_halos)
@@ -52,7 +54,7 @@ def test_rows_before_every_piece(layout, rows):
 
 
 def sequences():
-    """x [2, T, C], a weight, documents of 1, 2 and many tokens that borders of pieces cut."""
+    """x [2, T, C], a weight, documents of 1, 2 and many tokens that borders of segments cut."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, TOKENS, CHANNELS, dtype=torch.float64, generator=generator)
     weight = torch.randn(CHANNELS, WIDTH, dtype=torch.float64, generator=generator)
@@ -69,15 +71,15 @@ def differentiate(out, tokens):
 
 def conv_on_rank(group, layouts, documents, compiled):
     """Output, gradient of x and of the weight for each layout, from one module."""
-    conv, shards, results = ShortConv(CHANNELS, WIDTH), Shards(group), []
+    conv, segmented, results = ShortConv(CHANNELS, WIDTH), Segmented(group), []
     run = torch.compile(conv, backend="aot_eager", fullgraph=True) if compiled else conv
     for layout in layouts:
         x, weight, document_start = sequences()
         conv.weight = torch.nn.Parameter(weight)
-        shards.layout = layout
+        segmented.layout = layout
         part = shard(x, layout, group.rank()).requires_grad_()
         tokens = shard(torch.arange(TOKENS)[None], layout, group.rank())[0]
-        out = run(part, document_start[:, tokens] if documents else None, shards)
+        out = run(part, document_start[:, tokens] if documents else None, segmented)
         differentiate(out, tokens)
         results.append((out.detach(), part.grad, conv.weight.grad))
     return results
@@ -137,5 +139,5 @@ def test_second_derivative_of_a_halo():
 def test_shards_without_layout():
     """A layer that runs on a part of each sequence as if it were the whole."""
     conv = ShortConv(CHANNELS, WIDTH)
-    with pytest.raises(ValueError, match="shards.layout must be set before a forward, got None"):
-        conv(torch.zeros(1, 4, CHANNELS), None, Shards(None))
+    with pytest.raises(ValueError, match="segmented.layout must be set before a forward, got None"):
+        conv(torch.zeros(1, 4, CHANNELS), None, Segmented(None))

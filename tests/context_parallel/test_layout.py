@@ -9,13 +9,17 @@ from ranks import on_ranks
 from path_backend.context_parallel.layout import Layout, layout_from_positions
 
 WRONG = [
-    (((0, 30), (10, 20)), 0, "the length of a piece must be at least 1, got 0"),
-    ((), 10, "every rank must hold the same number of pieces, got []"),
-    (((), ()), 10, "every rank must hold the same number of pieces, got [0, 0]"),
-    (((0, 10), (20,)), 10, "every rank must hold the same number of pieces, got [2, 1]"),
+    (((0, 30), (10, 20)), 0, "the length of a segment must be at least 1, got 0"),
+    ((), 10, "every rank must hold the same number of segments, got []"),
+    (((), ()), 10, "every rank must hold the same number of segments, got [0, 0]"),
+    (((0, 10), (20,)), 10, "every rank must hold the same number of segments, got [2, 1]"),
     (((0,), (20,)), 10, "expected one that starts at 10, got starts ((0,), (20,))"),
     (((0,), (0,)), 10, "expected one that starts at 10, got starts ((0,), (0,))"),
-    (((10,), (20,)), 10, "2 pieces of 10 tokens must cover the sequence: expected one that starts"),
+    (
+        ((10,), (20,)),
+        10,
+        "2 segments of 10 tokens must cover the sequence: expected one that starts",
+    ),
 ]
 
 
@@ -28,23 +32,23 @@ def test_a_layout_covers_the_sequence(starts, length, message):
 
 def test_pieces_that_ranks_cannot_share():
     """Catches a layout of another group."""
-    with pytest.raises(ValueError, match="3 pieces cannot be shared among 2 ranks equally"):
+    with pytest.raises(ValueError, match="3 segments cannot be shared among 2 ranks equally"):
         Layout.from_flat((0, 10, 20), 10, 2)
 
 
 def test_head_tail_is_that_of_torch():
-    """Catches pairs of pieces other than r and 2 * ranks - 1 - r, and a wrong way back."""
+    """Catches pairs of segments other than r and 2 * ranks - 1 - r, and a wrong way back."""
     layout = Layout.head_tail(3, 10)
     assert layout.starts == ((0, 50), (10, 40), (20, 30))
     assert [layout.held_by(rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
     assert layout.home == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
-    assert (layout.ranks, layout.pieces, layout.tokens) == (3, 6, 20)
+    assert (layout.ranks, layout.segments, layout.tokens) == (3, 6, 20)
     assert Layout.from_flat((0, 50, 10, 40, 20, 30), 10, 3) == layout
 
 
 def positions_of(layout, rank):
-    pieces = [torch.arange(start, start + layout.length) for start in layout.starts[rank]]
-    return torch.cat(pieces)[None]
+    segments = [torch.arange(start, start + layout.length) for start in layout.starts[rank]]
+    return torch.cat(segments)[None]
 
 
 def read_layouts(group, cases):
@@ -83,7 +87,7 @@ ERRORS = [  # positions of rank 0 and of rank 1
 
 
 def test_layouts_are_read_from_positions():
-    """Catches an assumed balancer, neighbours taken for one piece, an error on one rank only."""
+    """Catches an assumed balancer, neighbours taken for one segment, an error on one rank only."""
     cases = [[positions_of(layout, rank).expand(3, -1) for rank in range(2)] for layout in LAYOUTS]
     cases[1] = [x.int() for x in cases[1]]
     cases += [case[:2] for case in ERRORS]

@@ -9,9 +9,10 @@ from kernel_checks import assert_within_limits
 from ranks import on_ranks
 
 from path_backend import path_attention
+from path_backend.arguments import Inputs
 from path_backend.attention import context_parallel_attention
 from path_backend.context_parallel.layout import Layout
-from path_backend.testing import Inputs, as_leaves, assert_exact, make_inputs, run
+from path_backend.testing import as_leaves, assert_exact, make_inputs, run
 
 EXACT = 1e-10
 CASES = {
@@ -26,7 +27,7 @@ CASES = {
 def attend(group, inputs, layout, method):
     """The public function and its gradients, of one rank's tokens."""
     rank = group.rank()
-    local = Inputs(*(shard(x, layout, rank) for x in inputs)).leaves()
+    local = as_leaves(Inputs(*(shard(x, layout, rank) for x in inputs)))
     options = dict(layout=layout, group=group, exchange=method)
     d_out = shard(gradient_of_out(inputs), layout, rank)
     return run(context_parallel_attention, local, d_out, **options)
@@ -52,7 +53,7 @@ LAYOUTS = {
 def test_equals_one_device(ranks):
     """Catches what the simulation cannot show: the process group, the op, autograd."""
     layouts = LAYOUTS[ranks]
-    T = layouts[0].pieces * layouts[0].length
+    T = layouts[0].segments * layouts[0].length
     heads = dict(H=ranks, HQ=2 * ranks)  # each rank has its own, by "heads"
     cases = {case: make_inputs(T, **(CASES[case] | heads)) for case in CASES}
     detached = {case: inputs.map_floating(torch.detach) for case, inputs in cases.items()}
@@ -96,7 +97,7 @@ def test_gpus_equal_one_device(case, dtype, method, ranks):
     layout = Layout.head_tail(ranks, 1000 // ranks)
     heads = dict(HQ=16, H=8, D=64, DV=64, dtype=dtype)
     inputs = make_inputs(2000, **(CASES[case] | heads))
-    device = as_leaves(inputs, torch.float64).map(torch.Tensor.cuda).leaves(map(torch.detach))
+    device = as_leaves(as_leaves(inputs, torch.float64).map_floating(torch.Tensor.cuda))
     if device.document_start is not None:
         device = device._replace(document_start=device.document_start.cuda())
     expected = run(path_attention, device, gradient_of_out(inputs).cuda(), implementation="torch")
@@ -117,7 +118,7 @@ def test_gpus_equal_one_device(case, dtype, method, ranks):
 
 def compile_and_attend(group, inputs, layout):
     compiled = torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager")
-    local = Inputs(*(shard(x, layout, group.rank()) for x in inputs)).leaves()
+    local = as_leaves(Inputs(*(shard(x, layout, group.rank()) for x in inputs)))
     options = dict(layout=layout, group=group)
     return run(compiled, local, **options), run(context_parallel_attention, local, **options)
 
@@ -148,8 +149,8 @@ def attend_differently(group, changes):
 
 DISAGREEMENTS = [
     (dict(length=39), "and rank 1 has q [1, 39, 2, 16]"),
-    (dict(length=39, layout=Layout.contiguous(2, 39)), "2 pieces of 39 tokens at"),
-    (dict(layout=Layout(((20, 40), (0, 60)), 20)), "4 pieces of 20 tokens at"),
+    (dict(length=39, layout=Layout.contiguous(2, 39)), "2 segments of 39 tokens at"),
+    (dict(layout=Layout(((20, 40), (0, 60)), 20)), "4 segments of 20 tokens at"),
     (dict(without="log_gate"), "given q k v w beta document_start;"),
     (dict(exchange="allgather"), "allgather, scale 0.25"),
     (dict(scale=0.3), "ring, scale 0.3"),
@@ -171,7 +172,7 @@ def attend_with_other_tokens(group):
 
 
 def test_tensors_that_do_not_match_the_layout():
-    """Catches pieces cut at the wrong tokens."""
+    """Catches segments cut at the wrong tokens."""
     for outcome in on_ranks(2, attend_with_other_tokens):
         assert isinstance(outcome, ValueError), outcome
         assert "q must have the 42 tokens that the layout gives each rank, got 40" in str(outcome)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from path_backend.arguments import CrossSegment, SegmentEnds
 from path_backend.eager import attention, segments, softmax
 from path_backend.reference import path_attention_reference
 from path_backend.testing import assert_exact, make_inputs, relative_error
@@ -39,8 +40,8 @@ def frames_by_definition(q, k, w, beta):
     return torch.stack(q_start, 1), torch.stack(k_end[::-1], 1), prefix
 
 
-def rectangle_by_definition(q, k, v, gate_q, gate_k, first_key, scale):
-    """out and lse of the rectangle alone."""
+def pair_by_definition(q, k, v, gate_q, gate_k, first_key, scale):
+    """out and lse of the pair alone."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     logits = torch.einsum("bihd,bjhd->bhij", q, k) * scale
@@ -66,34 +67,34 @@ CASES = {
 
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 130, 193, 320])
 @pytest.mark.parametrize("case", CASES)
-def test_block_forward(case, T, sizes):
+def test_segment_forward(case, T, sizes):
     """Catches a frame that is not the whole block's: products, moved keys at a short last chunk."""
     inputs = make_inputs(T, **CASES[case]).map_floating(torch.detach)
-    block = segments.block_forward(*inputs, SCALE)
+    inside = segments.segment_forward(inputs, SCALE)
     exact = inputs.call(path_attention_reference, scale=SCALE)
     q_start, k_end, product = frames_by_definition(*inputs[:2], *inputs[3:5])
     expected = {"out": exact, "q_start": q_start, "k_end": k_end, "product": product}
-    actual = {name: getattr(block, name) for name in expected}
+    actual = {"out": inside.out, **inside.ends._asdict()}
     if product is None:
         assert actual.pop("product") is expected.pop("product")
     assert_exact(actual, expected, EXACT)
     _, lse = torch.ops.path_backend.attention(*inputs, SCALE, "torch")
-    assert_exact({"lse": block.lse}, {"lse": lse}, EXACT)
+    assert_exact({"lse": inside.lse}, {"lse": lse}, EXACT)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_block_frames_are_those_of_the_forward(case, sizes):
+def test_segment_ends_are_those_of_the_forward(case, sizes):
     """Catches a backward that meets other queries and keys than the forward did."""
     inputs = make_inputs(100, **CASES[case]).map_floating(torch.detach)
-    frames = segments.block_frames(*inputs[:2], *inputs[3:5])
-    for name, want in zip(frames._fields, segments.block_forward(*inputs, SCALE)[2:], strict=True):
-        actual = getattr(frames, name)
+    ends = segments.segment_ends(inputs)
+    for name, want in segments.segment_forward(inputs, SCALE).ends._asdict().items():
+        actual = getattr(ends, name)
         assert actual is want is None or torch.equal(actual, want), name
 
 
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 130, 193])
 @pytest.mark.parametrize("case", CASES)
-def test_block_backward(case, T, sizes):
+def test_segment_backward(case, T, sizes):
     """Catches a gradient of a frame that is lost, doubled or mixed up on its way down the levels.
 
     The other blocks are a constant softmax weight that shrinks the rows' own probabilities.
@@ -108,7 +109,7 @@ def test_block_backward(case, T, sizes):
     out = inputs.call(path_attention_reference, scale=SCALE)
     frames = frames_by_definition(*inputs[:2], *inputs[3:5])
     d_frames = [None if x is None else draw(x) for x in frames]
-    lse = segments.block_forward(*inputs.map_floating(torch.detach), SCALE).lse
+    lse = segments.segment_forward(inputs.map_floating(torch.detach), SCALE).lse
     others, other_lse = draw(out), draw(lse)
     # softmax over own and other keys; the gradient of the shares flows through the logits.
     logit_lse = reference_lse(inputs)
@@ -124,9 +125,8 @@ def test_block_backward(case, T, sizes):
     )
 
     final_lse = torch.logaddexp(lse, other_lse)
-    grads = segments.block_backward(
-        d_out, *inputs.map_floating(torch.detach), merged.detach(), final_lse, SCALE, *d_frames
-    )
+    plain, d_ends = inputs.map_floating(torch.detach), SegmentEnds(*d_frames)
+    grads = segments.segment_backward(d_out, plain, merged.detach(), final_lse, SCALE, d_ends)
     actual = dict(zip(inputs._fields[:6], grads, strict=True))
     assert {name for name, grad in actual.items() if grad is not None} == leaves.keys()
     expected = dict(zip(leaves, exact, strict=True))
@@ -156,7 +156,7 @@ def reference_lse(inputs):
     return logits.masked_fill(hidden.unsqueeze(2), float("-inf")).logsumexp(-1).mT
 
 
-def make_rectangle(Tq, Tk, gate=True, documents=True, HQ=4, H=2, D=16, DV=8, B=2):
+def make_pair(Tq, Tk, gate=True, documents=True, HQ=4, H=2, D=16, DV=8, B=2):
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -169,27 +169,27 @@ def make_rectangle(Tq, Tk, gate=True, documents=True, HQ=4, H=2, D=16, DV=8, B=2
     return draw(B, Tq, HQ, D), draw(B, Tk, H, D), draw(B, Tk, H, DV), *rest
 
 
-RECTANGLES = [(1, 1), (1, 70), (70, 1), (63, 130), (130, 64)]
+PAIRS = [(1, 1), (1, 70), (70, 1), (63, 130), (130, 64)]
 
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("shape", RECTANGLES)
-def test_rectangle_forward_merges(shape, gate, documents, sizes):
+@pytest.mark.parametrize("shape", PAIRS)
+def test_pair_forward_merges(shape, gate, documents, sizes):
     """Catches a merge that forgets what came before, and rows that see nothing turned into NaN."""
-    first = [None if x is None else x.detach() for x in make_rectangle(*shape, gate, documents)]
+    first = [None if x is None else x.detach() for x in make_pair(*shape, gate, documents)]
     second = [None if x is None else x.flip(0) for x in first]
     q, _, v = first[:3]
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"))
-    segments.rectangle_forward(*first, SCALE, out, lse)
-    expected = rectangle_by_definition(*first, SCALE)
+    segments.cross_segment_forward(CrossSegment(*first), SCALE, out, lse)
+    expected = pair_by_definition(*first, SCALE)
     assert torch.allclose(lse, expected[1], atol=EXACT)
     assert torch.allclose(out, expected[0], atol=EXACT)
 
     before = out.clone(), lse.clone()
-    segments.rectangle_forward(*second, SCALE, out, lse)
-    other, other_lse = rectangle_by_definition(*second, SCALE)
+    segments.cross_segment_forward(CrossSegment(*second), SCALE, out, lse)
+    other, other_lse = pair_by_definition(*second, SCALE)
     total = torch.logaddexp(before[1], other_lse)
     assert torch.allclose(lse, total, atol=EXACT)
     seen = ~total.isinf()
@@ -199,34 +199,35 @@ def test_rectangle_forward_merges(shape, gate, documents, sizes):
     assert torch.allclose(out, shares[0] * before[0] + shares[1] * other, atol=EXACT)
 
 
-def test_rectangle_that_nobody_sees_changes_no_bit():
+def test_a_pair_that_nobody_sees_changes_no_bit():
     """Catches a rounding of rows whose document starts later: packed documents must not touch."""
-    q, k, v, gate_q, gate_k, _ = (None if x is None else x.detach() for x in make_rectangle(20, 30))
+    q, k, v, gate_q, gate_k, _ = (None if x is None else x.detach() for x in make_pair(20, 30))
     out, lse = q.new_ones(2, 20, 4, 8), q.new_zeros(2, 4, 20)
     hidden = torch.full((2, 20), 30, dtype=torch.int32)
-    segments.rectangle_forward(q, k, v, gate_q, gate_k, hidden, SCALE, out, lse)
+    pair = CrossSegment(q, k, v, gate_q, gate_k, hidden)
+    segments.cross_segment_forward(pair, SCALE, out, lse)
     assert (out == 1).all() and (lse == 0).all()
 
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("shape", RECTANGLES)
-def test_rectangle_backward(shape, gate, documents, sizes):
-    """Catches a gradient of the rectangle's own softmax where that of all keys is wanted."""
-    rectangle = make_rectangle(*shape, gate, documents)
-    out, lse = rectangle_by_definition(*rectangle, SCALE)
+@pytest.mark.parametrize("shape", PAIRS)
+def test_pair_backward(shape, gate, documents, sizes):
+    """Catches a gradient of the pair's own softmax where that of all keys is wanted."""
+    pair = make_pair(*shape, gate, documents)
+    out, lse = pair_by_definition(*pair, SCALE)
     generator = torch.Generator().manual_seed(1)
     others, d_out = (torch.randn(out.shape, dtype=out.dtype, generator=generator) for _ in range(2))
     other_lse = torch.randn(lse.shape, dtype=lse.dtype, generator=generator)
     share = torch.sigmoid(lse - other_lse).mT.unsqueeze(-1)
     merged = share * out + (1 - share) * others
-    leaves = [x for x in rectangle[:5] if x is not None]
+    leaves = [x for x in pair[:5] if x is not None]
     exact = torch.autograd.grad((merged * d_out).sum(), leaves)
 
-    inputs = [None if x is None else x.detach() for x in rectangle]
+    inputs = [None if x is None else x.detach() for x in pair]
     delta = (d_out * merged.detach()).sum(-1).mT
     total = torch.logaddexp(lse.detach(), other_lse)
-    grads = segments.rectangle_backward(d_out, *inputs, total, delta, SCALE)
+    grads = segments.cross_segment_backward(d_out, CrossSegment(*inputs), total, delta, SCALE)
     actual = [x for x in grads if x is not None]
     assert len(actual) == len(exact)
     for grad, want in zip(actual, exact, strict=True):
@@ -237,17 +238,18 @@ def test_rectangle_backward(shape, gate, documents, sizes):
 def test_precision_and_dtypes(dtype):
     """Catches bf16 sums: results are fp32, and moved queries and keys are rounded once."""
     inputs = make_inputs(200, HQ=4, gate=True, beta="high", dtype=dtype).map_floating(torch.detach)
-    block = segments.block_forward(*inputs, SCALE)
-    exact = segments.block_forward(*inputs.map_floating(torch.Tensor.double), SCALE)
-    assert block.out.dtype == block.lse.dtype == block.product.dtype == torch.float32
-    assert block.q_start.dtype == block.k_end.dtype == dtype
-    for name, want in exact._asdict().items():
-        limit = torch.finfo(getattr(block, name).dtype).eps + 1e-6
-        assert relative_error(getattr(block, name), want) < limit, name
+    inside = segments.segment_forward(inputs, SCALE)
+    exact = segments.segment_forward(inputs.map_floating(torch.Tensor.double), SCALE)
+    actual, expected = ({"out": x.out, "lse": x.lse, **x.ends._asdict()} for x in (inside, exact))
+    assert {actual[name].dtype for name in ("out", "lse", "product")} == {torch.float32}
+    assert actual["q_start"].dtype == actual["k_end"].dtype == dtype
+    for name, want in expected.items():
+        limit = torch.finfo(actual[name].dtype).eps + 1e-6
+        assert relative_error(actual[name], want) < limit, name
 
 
 def test_scale_zero_is_a_scale():
     """Catches frames found by dividing by the scale."""
     inputs = make_inputs(70).map_floating(torch.detach)
-    actual, expected = (segments.block_forward(*inputs, scale) for scale in (0.0, 1.0))
+    actual, expected = (segments.segment_forward(inputs, scale).ends for scale in (0.0, 1.0))
     assert torch.equal(actual.q_start, expected.q_start)

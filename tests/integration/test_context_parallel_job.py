@@ -20,7 +20,7 @@ from torchtitan.models import llama3
 
 from path_backend.context_parallel.layout import Layout
 from path_backend.integration.torchtitan import context_parallel, train_spec
-from path_backend.layers.attention import Shards
+from path_backend.layers.segmented import Segmented
 
 CP2 = "--parallelism.context_parallel_degree=2"
 
@@ -110,13 +110,13 @@ class Model(torch.nn.Module):
         self.layers = torch.nn.ModuleDict({"0": block})
 
     def forward(self, tokens, positions=None):
-        return self.layers["0"].attention.shards.layout
+        return self.layers["0"].attention.segmented.layout
 
 
 def forwards_on_rank(group):
     """Layouts of forwards with two lengths, and what forwards without or with others are told."""
-    model, shards = Model(), Shards(group)
-    context_parallel.share_sequences(model, shards)
+    model, segmented = Model(), Segmented(group)
+    context_parallel.share_sequences(model, segmented)
     layouts = []
     for length in (4, 6, 4, 4):
         positions = positions_of(Layout.head_tail(2, length), group.rank())

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from path_backend.layers import elementwise
-from path_backend.layers.attention import PathInputs
+from path_backend.layers.projections import PathInputs
 
 STARTS = torch.tensor([[0] * 9, [0] * 4 + [4] * 5], dtype=torch.int32)
 MODES = {

@@ -10,13 +10,12 @@ from torch import nn
 
 from path_backend.layers.attention import (
     PathAttention,
-    PathInputs,
-    ShortConv,
     StickBreakingOperator,
-    causal_conv,
     document_start_from_eos,
 )
 from path_backend.layers.baselines import stick_breaking_attention
+from path_backend.layers.elementwise import causal_conv
+from path_backend.layers.projections import PathInputs, ShortConv
 from path_backend.reference import path_attention_reference
 
 DIM, HEADS, KV_HEADS, HEAD_DIM = 24, 4, 2, 6
