@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
-from path_backend import eager, kernels, ops, path_attention
+from path_backend import eager, flops, kernels, ops, path_attention
 from path_backend.testing import as_leaves, assert_exact, make_inputs, run
 
 CASES = {
@@ -231,3 +232,18 @@ def test_interpreted_kernels_run_on_cpu_when_asked(fake_kernels, monkeypatch):
     """Catches kernel tests on CPU that quietly test the torch form."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert ops.choose_backend(call_on("cpu"), "triton") is fake_kernels
+
+
+@pytest.mark.parametrize("w", ["random", None])
+def test_flop_counter_knows_the_op(w):
+    """Catches an MFU without attention: torch counts an unknown op as nothing."""
+    B, T, HQ, H, D, DV = 2, 100, 4, 2, 16, 8
+    inputs = as_leaves(make_inputs(T, B=B, HQ=HQ, H=H, D=D, DV=DV, w=w, dtype=torch.float32))
+    attention = 2 * B * T * T * HQ * (D + DV)
+    transform = B * T * flops.transform_flops(HQ, H, D, T) if w else 0
+    with FlopCounterMode(display=False) as counter:
+        out = inputs.call(path_attention)
+    assert counter.get_total_flops() == attention + transform
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == attention * 5 // 2 + 2 * transform

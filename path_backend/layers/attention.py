@@ -8,13 +8,17 @@ the parameters that PaTH adds. There is no output gate.
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
+from path_backend.arguments import IMPLEMENTATIONS
 from path_backend.attention import context_parallel_attention, path_attention
 from path_backend.beta import BETA_MAX
 from path_backend.layers.baselines import stick_breaking_attention
+from path_backend.layers.elementwise import Rotate
 from path_backend.layers.projections import INIT_STD, PathInputs, check_integer, to_local
 from path_backend.layers.segmented import Segmented
 
@@ -33,6 +37,10 @@ class PathAttention(nn.Module):
         conv_width: tokens that the causal convolution on w sees, the current one included.
         beta_max, gate_scale, implementation: as in `beta_from_logits` and `path_attention`.
         gate_start: what a forget gate keeps before training, in (0, 1): the sigmoid of its bias.
+        beta_start: beta before training, in (0, 2), by its bias. Small values leave the logits of a
+            converted model as they were.
+        rope: the transitions are R H_s with the host's rotation R, which `forward` is given: RoPE
+            and reflections together. With beta = 0 and no gate this is the host's own attention.
         watch: keep statistics of the last training forward in `path.stats`.
 
     `reflections` without `forget_gate` is PaTH, both are PaTH-FoX, `forget_gate` alone is FoX, and
@@ -59,6 +67,8 @@ class PathAttention(nn.Module):
         beta_max: float = BETA_MAX,
         gate_scale: float = 1.0,
         gate_start: float = 0.5,
+        beta_start: float = 1.0,
+        rope: bool = False,
         implementation: str = "auto",
         q_norm: nn.RMSNorm | None = None,
         k_norm: nn.RMSNorm | None = None,
@@ -69,12 +79,23 @@ class PathAttention(nn.Module):
         self.q_norm, self.k_norm = q_norm, k_norm
         if not math.isfinite(gate_scale):
             raise ValueError(f"gate_scale must be finite, got {gate_scale}")
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}"
+            )
+        if wv.out_features != wk.out_features:
+            raise ValueError(
+                f"wv.out_features must be those of wk, {wk.out_features}, got {wv.out_features}"
+            )
+        if rope and not (reflections or forget_gate):
+            raise ValueError("rope = True needs reflections, a forget gate or both, got neither")
         if stick_breaking and (reflections or forget_gate):
             raise ValueError(
                 "stick_breaking takes neither reflections nor a forget gate, got "
                 f"reflections = {reflections}, forget_gate = {forget_gate}"
             )
         self.head_dim = head_dim
+        self.rope = rope
         self.path = PathInputs(
             wq.in_features,
             _heads(wq.out_features, head_dim, "wq"),
@@ -86,12 +107,50 @@ class PathAttention(nn.Module):
             conv_width=conv_width,
             beta_max=beta_max,
             gate_start=gate_start,
+            beta_start=beta_start,
             watch=watch,
         )
         self.inner_attention: nn.Module = (
             StickBreakingOperator() if stick_breaking else PathOperator(gate_scale, implementation)
         )
         self.segmented: Segmented | None = None
+
+    @classmethod
+    def from_sizes(
+        cls,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        qk_norm: bool = False,
+        **options: Any,
+    ) -> Self:
+        """Returns a layer with projections of its own, without biases.
+
+        n_kv_heads is n_heads and head_dim is dim // n_heads by default; qk_norm adds an RMSNorm of
+        each head of q and k. options are those of the constructor. Weights are drawn.
+        """
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        sizes = {"dim": dim, "n_heads": n_heads, "n_kv_heads": n_kv_heads}
+        for name, value in sizes.items():
+            check_integer(name, value, 1)
+        if head_dim is None and dim % n_heads:
+            raise ValueError(f"n_heads must divide dim = {dim} without a head_dim, got {n_heads}")
+        head_dim = dim // n_heads if head_dim is None else head_dim
+        check_integer("head_dim", head_dim, 1)
+        layer = cls(
+            nn.Linear(dim, n_heads * head_dim, bias=False),
+            nn.Linear(dim, n_kv_heads * head_dim, bias=False),
+            nn.Linear(dim, n_kv_heads * head_dim, bias=False),
+            nn.Linear(n_heads * head_dim, dim, bias=False),
+            head_dim=head_dim,
+            q_norm=nn.RMSNorm(head_dim) if qk_norm else None,
+            k_norm=nn.RMSNorm(head_dim) if qk_norm else None,
+            **options,
+        )
+        layer.init_weights()
+        return layer
 
     def init_weights(self, init_std: float = INIT_STD) -> None:
         """Draw every parameter: N(0, 0.02), `wo` N(0, init_std), biases 0, the gate's its start."""
@@ -103,11 +162,28 @@ class PathAttention(nn.Module):
                 norm.reset_parameters()
         self.path.init_weights()
 
-    def forward(self, x: torch.Tensor, document_start: torch.Tensor | None = None) -> torch.Tensor:
-        """x [B, T, dim], document_start [B, T] int32 or None -> [B, T, dim].
+    def forward(
+        self,
+        x: torch.Tensor,
+        document_start: torch.Tensor | None = None,
+        *,
+        rotate: Rotate | None = None,
+    ) -> torch.Tensor:
+        """Returns attention [B, T, dim] of x [B, T, dim], T >= 1.
 
-        document_start counts from the first token of the sequence, also where x is a part of it.
+        document_start: [B, T] int32 or None; it counts from the first token of the sequence, also
+            where x is a part of it.
+        rotate: the host's rotation of two tensors [B, T, heads, D] by the positions of x's tokens,
+            which keeps their dtypes; with `rope` only.
         """
+        features = self.wq.in_features
+        if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != features:
+            raise ValueError(
+                f"x must have shape [B, T, {features}] with T >= 1, got {list(x.shape)}"
+            )
+        if self.rope != (rotate is not None):
+            expected = "the host's rotation" if self.rope else "None"
+            raise ValueError(f"rotate must be {expected} with rope = {self.rope}, got {rotate}")
         batch, length, _ = x.shape
         if document_start is not None and document_start.shape != (batch, length):
             raise ValueError(
@@ -125,7 +201,9 @@ class PathAttention(nn.Module):
         q, k, v = to_local(q), to_local(k), to_local(v)
         # Under autocast a norm returns fp32, and the operator takes one dtype.
         q, k = q.to(v.dtype), k.to(v.dtype)
-        w, beta, log_gate = self.path(x, document_start, v.dtype, self.segmented)
+        if rotate is not None:
+            q, k = rotate(q, k)
+        w, beta, log_gate = self.path(x, document_start, v.dtype, self.segmented, rotate)
         out = self.inner_attention(
             q,
             k,

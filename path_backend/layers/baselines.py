@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from path_backend.precision import without_autocast
+
 
 def stick_breaking_attention(
     q: Tensor,
@@ -44,7 +46,7 @@ def stick_breaking_attention(
     if document_start is not None:
         outside = position < document_start.unsqueeze(-1)
         hidden = (hidden | outside)[:, None, None]  # [B, 1, 1, T, T]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         grouped = q.to(dtype).unflatten(2, (n_kv_heads, -1)) * scale  # [B, T, H, R, D]
         logits = torch.einsum("bihrd,bjhd->bhrij", grouped, k.to(dtype))
         passed = F.logsigmoid(-logits).masked_fill(hidden, 0)

@@ -23,6 +23,9 @@ W_NORM_EPS = 1e-6  # added to |w|^2, as the public code does
 
 _Optional = Tensor | None
 
+Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A host's rotation of two tensors [B, T, heads, D] by the positions of their tokens."""
+
 
 def compute(
     features: _Optional,
@@ -35,6 +38,7 @@ def compute(
     beta_max: float,
     dtype: torch.dtype,
     watch: bool,
+    rotate: Rotate | None = None,
 ) -> tuple[_Optional, _Optional, _Optional, _Optional]:
     """w [B, T, H, D] in `dtype`, beta [B, T, H], log_gate [B, T, HQ], and statistics if `watch`.
 
@@ -47,6 +51,8 @@ def compute(
             features = causal_conv(features, taps, document_start)
         w = F.silu(features).unflatten(-1, (-1, head_dim))
         w = w * torch.rsqrt(w.square().sum(-1, keepdim=True) + W_NORM_EPS)
+        if rotate is not None:  # before the rounding, which beta's bound must know
+            w, _ = rotate(w, w)
         w = w.to(dtype)
         beta, clipped = beta_from_logits(beta_logits, w, beta_max)
     if gate_logits is not None:
@@ -143,7 +149,8 @@ def run(*tensors: _Optional, **options: Any) -> tuple[_Optional, ...]:
     """`compute`, compiled where that pays and the compiler takes it."""
     global _broken
     plain = all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors)
-    if _broken or not plain or not _pays(tensors[0]) or _traced():
+    foreign = options.get("rotate") is not None  # compiled, each host's function would be a graph
+    if _broken or not plain or foreign or not _pays(tensors[0]) or _traced():
         return compute(*tensors, **options)
     try:
         with torch._dynamo.config.patch(recompile_limit=KINDS, error_on_recompile=False):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from path_backend.beta import BETA_MAX
 from path_backend.context_parallel.halo import halo
 from path_backend.layers import elementwise
-from path_backend.layers.elementwise import BETA_STATS, GATE_STATS, causal_conv
+from path_backend.layers.elementwise import BETA_STATS, GATE_STATS, Rotate, causal_conv
 from path_backend.layers.segmented import Segmented
 from path_backend.precision import at_least_float32, without_autocast
 
@@ -44,6 +44,7 @@ class PathInputs(nn.Module):
         conv_width: int = 3,
         beta_max: float = BETA_MAX,
         gate_start: float = 0.5,
+        beta_start: float = 1.0,
         watch: bool = False,
     ):
         super().__init__()
@@ -52,13 +53,18 @@ class PathInputs(nn.Module):
                 f"query heads must be a multiple of key/value heads, got {n_heads} and {n_kv_heads}"
             )
         check_integer("w_rank", w_rank, 0)
+        if reflections and w_rank > dim:
+            raise ValueError(f"w_rank must be at most {dim}, the features of x, got {w_rank}")
         if not 0 < beta_max <= 2:
             raise ValueError(f"beta_max must be in (0, 2], got {beta_max}")
         if not 0 < gate_start < 1:
             raise ValueError(f"gate_start must be in (0, 1), got {gate_start}")
+        if not 0 < beta_start < 2:
+            raise ValueError(f"beta_start must be in (0, 2), got {beta_start}")
         self.head_dim = head_dim
         self.beta_max = beta_max
         self.gate_start = gate_start
+        self.beta_start = beta_start
         self.w_down: nn.Linear | None = None
         self.w_up: nn.Linear | None = None
         self.conv: ShortConv | None = None
@@ -81,14 +87,14 @@ class PathInputs(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """N(0, 0.02) for weights, 0 for the bias of beta and statistics, `gate_start` for gates."""
+        """Draws weights from N(0, 0.02); biases give beta and gates their starts."""
         for module in (self.w_down, self.w_up, self.conv, self.beta, self.gate):
             if module is not None:
                 nn.init.normal_(module.weight, std=INIT_STD)
         if self.beta is not None:
-            nn.init.zeros_(self.beta.bias)
+            nn.init.constant_(self.beta.bias, _logit(self.beta_start / 2))
         if self.gate is not None:
-            nn.init.constant_(self.gate.bias, math.log(self.gate_start / (1 - self.gate_start)))
+            nn.init.constant_(self.gate.bias, _logit(self.gate_start))
         if self.stat_names:
             self.stats.zero_()
 
@@ -98,10 +104,11 @@ class PathInputs(nn.Module):
         document_start: torch.Tensor | None,
         dtype: torch.dtype,
         segmented: Segmented | None = None,
+        rotate: Rotate | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """x [B, T, dim] -> w [B, T, H, D] in `dtype`, beta [B, T, H] and log_gate [B, T, HQ] fp32.
 
-        Absent parts are None. fp64 inputs stay fp64.
+        Absent parts are None. fp64 inputs stay fp64. rotate is applied to the unit vectors w.
         """
         w = taps = None
         if self.w_up is not None:
@@ -124,6 +131,7 @@ class PathInputs(nn.Module):
                 beta_max=self.beta_max,
                 dtype=dtype,
                 watch=bool(self.stat_names) and self.training,
+                rotate=rotate,
             )
         if stats is not None:  # the same again if a checkpointed layer is computed again
             self.stats.copy_(stats)
@@ -212,8 +220,13 @@ def _is_plain(layer: nn.Module) -> bool:
 
 def check_integer(name: str, value: int, least: int) -> None:
     if not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value}")
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _logit(share: float) -> float:
+    """Returns the number whose sigmoid is `share`."""
+    return math.log(share / (1 - share))

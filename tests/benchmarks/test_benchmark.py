@@ -13,8 +13,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from path_backend import context_parallel
-from path_backend.attention import path_attention
+from path_backend.attention import EXCHANGES, path_attention
 from path_backend.benchmarks import context_parallel as benchmark_context_parallel
 from path_backend.benchmarks import operator, peers
 from path_backend.benchmarks.provenance import NO_MULTICAST
@@ -329,7 +328,7 @@ def test_rows_of_one_gpu_are_read(tmp_path):
 def test_context_parallel_methods(capsys):
     """A method that the function has and the benchmark does not offer, or one that it lacks."""
     parse = benchmark_context_parallel.parse
-    assert sorted(parse([]).method) == sorted(context_parallel.ROTATE_METHODS)
+    assert sorted(parse([]).method) == sorted(EXCHANGES)
     assert parse(["--method", "heads"]).method == ["heads"]
     with pytest.raises(SystemExit):
         parse(["--method", "alltoall"])

@@ -1,6 +1,7 @@
 """The layer against its formulas written out, and what it promises to a host model."""
 
 import copy
+import re
 import shutil
 
 import pytest
@@ -32,7 +33,8 @@ MODES = {
 @pytest.mark.filterwarnings("ignore:.*eterministic.*:UserWarning")
 def test_a_new_layer_has_its_parameters():
     """Catches a parameter that holds what lay in memory until someone calls init_weights."""
-    inputs = PathInputs(DIM, HEADS, KV_HEADS, HEAD_DIM, **MODES["path_fox"], gate_start=0.9)
+    options = dict(MODES["path_fox"], w_rank=5, gate_start=0.9)
+    inputs = PathInputs(DIM, HEADS, KV_HEADS, HEAD_DIM, **options)
     for name, parameter in inputs.named_parameters():
         assert parameter.isfinite().all(), name
     assert torch.allclose(inputs.gate.bias.sigmoid(), torch.tensor(0.9))
@@ -327,3 +329,51 @@ def test_errors():
         PathAttention(linear, linear, linear, linear, head_dim=6)
     with pytest.raises(ValueError, match="neither .* got reflections = True, forget_gate = False"):
         make_layer("path", stick_breaking=True)
+
+
+WRONG_SIZES = [
+    (dict(dim=24, n_heads=5), "n_heads must divide dim = 24 without a head_dim, got 5"),
+    (dict(dim=24, n_heads=4, n_kv_heads=3), "query heads must be a multiple of key/value heads"),
+    (dict(dim=24, n_heads=4, head_dim=0), "head_dim must be a whole number of at least 1, got 0"),
+    (dict(dim=24, n_heads="4"), "n_heads must be a whole number of at least 1, got '4'"),
+    (dict(dim=24, n_heads=4, w_rank="5"), "w_rank must be a whole number of at least 0, got '5'"),
+    (dict(dim=24, n_heads=4, w_rank=25), "w_rank must be at most 24, the features of x, got 25"),
+    (dict(dim=24, n_heads=4, implementation="trton"), "implementation must be one of"),
+]
+
+
+@pytest.mark.parametrize("sizes, message", WRONG_SIZES)
+def test_sizes_that_do_not_fit(sizes, message):
+    """Catches a layer that is built, and fails in its first forward or in none."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PathAttention.from_sizes(**({"w_rank": 5} | sizes))
+
+
+def test_from_sizes_is_the_layer():
+    """Catches projections of other widths, and weights that nobody drew."""
+    layer = PathAttention.from_sizes(24, 4, 2, 8, qk_norm=True, w_rank=5, forget_gate=True)
+    assert layer(torch.randn(2, 7, 24)).shape == (2, 7, 24)
+    assert layer.wk.weight.shape == (16, 24) and layer.q_norm.weight.shape == (8,)
+    assert 0.015 < layer.wq.weight.std() < 0.025
+
+
+@pytest.mark.parametrize("shape", [(7, 24), (2, 0, 24), (2, 7, 23)])
+def test_inputs_that_are_no_sequences(shape):
+    """Catches an error in torch's words about a view."""
+    message = f"x must have shape [B, T, 24] with T >= 1, got {list(shape)}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PathAttention.from_sizes(24, 4, w_rank=5)(torch.randn(shape))
+
+
+def test_values_of_another_width_are_named():
+    """Catches a message that blames k."""
+    wq, wk, wo = (nn.Linear(24, 24, bias=False) for _ in range(3))
+    with pytest.raises(ValueError, match="wv.out_features must be those of wk, 24, got 12"):
+        PathAttention(wq, wk, nn.Linear(24, 12, bias=False), wo, head_dim=6, w_rank=5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_meta_device(mode):
+    """Catches a layer that tools cannot trace without memory: meta has no autocast."""
+    layer = PathAttention.from_sizes(24, 4, 2, w_rank=5, **MODES[mode]).to("meta")
+    assert layer(torch.empty(2, 7, 24, device="meta")).shape == (2, 7, 24)
