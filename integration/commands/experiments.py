@@ -31,10 +31,10 @@ from typing import Any
 
 from path_backend.integration.commands import results as store
 from path_backend.integration.commands.arguments import positive_integer
+from path_backend.integration.commands.scores import ATTENTIONS
 
 CONFIGS = Path("configs")
 RESULTS = CONFIGS / "results"
-ATTENTIONS = ("path", "default", "fox", "path_fox", "stick_breaking", "nope")
 COMMON = ("--checkpoint.interval=1000000", "--training.gc_freq=1000", "--metrics.log_freq=200")
 # TensorBoard's scalars that are kept, beside those of the layers.
 CURVES = (

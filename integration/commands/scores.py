@@ -2,7 +2,7 @@
 
 from typing import Any
 
-ATTENTIONS = ("path", "default", "fox", "path_fox", "stick_breaking", "nope")
+ATTENTIONS = ("default", "path", "path_fox", "fox", "nope", "stick_breaking")
 LABELS = {name: f"`{name}`" for name in ATTENTIONS} | {"default": "RoPE (`default`)"}
 SUCCESS = 0.9  # of a word problem: accuracy at a length that counts as solved
 

@@ -41,10 +41,10 @@ def test_flip_flop():
     """Seeds averaged per sequence, a zero without its bound, or rows beside the wrong paper's."""
     runs = [flip_flop("default", 100, 400, 0), flip_flop("default", 200, 420, 1)]
     lines = report.flip_flop([*runs, flip_flop("path", 0, 0, 0)]).splitlines()
-    assert lines[2] == (
+    assert lines[3] == (
         "| `path` | 1 | 0 (below 0.38) | 0 (below 0.38) | 0 (below 0.38) | 0 / 0.0001 / 0 |"
     )
-    assert lines[3] == (
+    assert lines[2] == (
         "| RoPE (`default`) | 2 | 15.0 (10.0 to 20.0) | 41.0 (40.0 to 42.0) | 0.05 (0 to 0.1) "
         "| 6.9 / 40.3 / 0.01 |"
     )
