@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CURVE_POINTS = 41  # of a stored curve: the first step and every 200th of 8,000
+STATISTIC_POINTS = 11  # of the statistics of layers, which are many and change slowly
 DIGITS = 6  # significant ones of a stored score
 
 Record = dict[str, Any]
@@ -63,23 +64,25 @@ def drop_failure(folder: Path, name: str) -> None:
 
 
 def columns(scalars: dict[str, dict[int, float]]) -> list[Record]:
-    """Returns curves that share their steps as one object, thinned to `CURVE_POINTS`.
+    """Returns curves that share their steps as one object.
 
-    Values have four significant digits.
+    They are thinned to `CURVE_POINTS`, those of layers (`path/`) to `STATISTIC_POINTS`, and values
+    have four significant digits.
     """
     groups: dict[tuple[int, ...], dict[str, list[float]]] = {}
     for name, curve in sorted(scalars.items()):
-        steps = _thinned(sorted(curve))
+        points = STATISTIC_POINTS if name.startswith("path/") else CURVE_POINTS
+        steps = _thinned(sorted(curve), points)
         groups.setdefault(steps, {})[name] = [float(f"{curve[step]:.4g}") for step in steps]
     return [{"steps": list(steps), "values": values} for steps, values in groups.items()]
 
 
-def _thinned(steps: Sequence[int]) -> tuple[int, ...]:
-    """Returns the first step, the last and evenly many between."""
-    if len(steps) <= CURVE_POINTS:
+def _thinned(steps: Sequence[int], points: int) -> tuple[int, ...]:
+    """Returns the first step, the last and evenly many between, at most `points` of them."""
+    if len(steps) <= points:
         return tuple(steps)
     last = len(steps) - 1
-    return tuple(steps[round(i * last / (CURVE_POINTS - 1))] for i in range(CURVE_POINTS))
+    return tuple(steps[round(i * last / (points - 1))] for i in range(points))
 
 
 def rounded(value: Any) -> Any:

@@ -84,6 +84,8 @@ def test_curves_keep_their_ends(tmp_path):
     steps = by_length[store.CURVE_POINTS]["steps"]
     assert (steps[0], steps[1], steps[-1]) == (1, 51, 2001)
     assert by_length[store.CURVE_POINTS]["values"] == {"a": [float(step) for step in steps]}
+    (layers,) = store.columns({"path/beta_mean/layer_0": long})
+    assert layers["steps"] == [1 + 200 * i for i in range(store.STATISTIC_POINTS)]
     assert by_length[2] == {"steps": [1, 2000], "values": {"b": [0.1235, 1.0]}}
 
 
