@@ -82,7 +82,7 @@ def plan():
 
 
 def test_plan(plan, monkeypatch):
-    """Two jobs that write one result, or one that its TOML file does not allow."""
+    """Catches two jobs that write one result, or one that its TOML file does not allow."""
     monkeypatch.chdir(ROOT)
     names = [job.name for job in plan]
     assert len(set(names)) == len(names)
@@ -96,7 +96,7 @@ def test_plan(plan, monkeypatch):
 
 
 def test_seeds_differ(plan):
-    """Seeds that repeat a run, or draw other weights but the same sequences."""
+    """Catches seeds that repeat a run, or draw other weights but the same sequences."""
     jobs = {job.name: job for job in plan}
     for seed in range(3):
         for name in (f"flip_flop/path_{seed}", f"mqrar/path_2_back_{seed}"):
@@ -125,7 +125,7 @@ def test_fields_name_a_job(plan):
 
 
 def test_select(plan, tmp_path):
-    """A finished job run again, a failed one not, or the order of the patterns lost."""
+    """Catches a finished job run again, a failed one not, or the order of the patterns lost."""
     (tmp_path / "flip_flop.jsonl").write_text('{"name": "flip_flop/path_0"}\n')
     (tmp_path / "failures.jsonl").write_text('{"name": "flip_flop/path_1"}\n')
     chosen = select(plan, ["mqrar/path_1_back_0", "flip_flop/path_?"], tmp_path)
@@ -139,13 +139,13 @@ def test_select(plan, tmp_path):
 
 
 def test_unknown_run():
-    """A mistyped job answered without its name."""
+    """Catches a mistyped job answered without its name."""
     with pytest.raises(ValueError, match=r"--run must be a name that --list prints, got 'path'"):
         experiments.main(["--run=path"])
 
 
 def test_pool(tmp_path, worker, capsys):
-    """A job not run, a failure that stops the others or leaves no reason."""
+    """Catches a job not run, a failure that stops the others or leaves no reason."""
     make_pool(tmp_path).run([job("a"), job("fail"), job("b")], 30)
     assert done(tmp_path / "results") == ["group/a_0", "group/b_0"]
     assert store.failures(tmp_path / "results") == [
@@ -161,14 +161,14 @@ def test_pool(tmp_path, worker, capsys):
 
 
 def test_a_result_decides(tmp_path, worker):
-    """A finished job called failed since its process ended badly, or one without a result done."""
+    """Catches a finished job called failed for a bad exit, or one without a result called done."""
     make_pool(tmp_path).run([job("crash"), job("lost")], 30)
     assert done(tmp_path / "results") == ["group/crash_0"]
     assert reasons(tmp_path / "results") == {"group/lost_0": "exit 0"}
 
 
 def test_slots(tmp_path, worker):
-    """A GPU with more jobs than slots, one left idle, or a large job beside others."""
+    """Catches a GPU with more jobs than slots, one left idle, or a large job beside others."""
     jobs = [*(job(f"slow{i}") for i in range(4)), job("large", slots=16), job("last")]
     started = time.monotonic()
     make_pool(tmp_path, gpus=("0", "1"), slots=2).run(jobs, 30)
@@ -179,7 +179,7 @@ def test_slots(tmp_path, worker):
 
 
 def test_limits(tmp_path, worker, capsys):
-    """A job or the whole run beyond its time, children of a killed job left behind."""
+    """Catches a job or the whole run beyond its time, children of a killed job left behind."""
     jobs = [job("hang", seconds=0.5), job("slow"), job("hang2"), job("never", slots=4)]
     make_pool(tmp_path).run(jobs, 2)
     assert reasons(tmp_path / "results") == {
@@ -193,7 +193,7 @@ def test_limits(tmp_path, worker, capsys):
 
 
 def test_jobs_end_with_the_command(tmp_path, worker, monkeypatch):
-    """Jobs that go on after `kill`, `timeout` or a scheduler ended the command."""
+    """Catches jobs that go on after `kill`, `timeout` or a scheduler ended the command."""
     monkeypatch.setattr(experiments, "plan", lambda: [job("hang")])
     monkeypatch.setattr(experiments, "_gpus", lambda: [""])
     children = tmp_path / "log.children"
@@ -245,7 +245,7 @@ def test_positive_options(option, value, capsys):
     ],
 )
 def test_one_job(tmp_path, name, fields):
-    """A job that trains and leaves no scores, no curves, or its checkpoint."""
+    """Catches a job that trains and leaves no scores, no curves, or its checkpoint."""
     command = [sys.executable, "-m", "path_backend.integration", "experiments", f"--run={name}"]
     finished = subprocess.run(
         [

@@ -38,7 +38,7 @@ def a5(attention, depth, errors, seed=0):
 
 
 def test_flip_flop():
-    """Seeds averaged per sequence, a zero without its bound, or rows beside the wrong paper's."""
+    """Catches seeds averaged per sequence, a zero without bound, or another row's paper."""
     runs = [flip_flop("default", 100, 400, 0), flip_flop("default", 200, 420, 1)]
     lines = report.flip_flop([*runs, flip_flop("path", 0, 0, 0)]).splitlines()
     assert lines[3] == (
@@ -51,7 +51,7 @@ def test_flip_flop():
 
 
 def test_smallest_depths():
-    """A length read off a shorter run, off by one, or solved by the deeper of two."""
+    """Catches a length read off a shorter run, off by one, or solved by the deeper of two."""
     runs = [
         a5("path", 1, [0.0, 0.05, 0.5, 0.9]),
         a5("path", 2, [0.0, 0.0, 0.1, 0.2]),
@@ -63,7 +63,7 @@ def test_smallest_depths():
 
 
 def test_word_problem():
-    """A bound of one attention taken from depths or lengths that only another one ran."""
+    """Catches a bound of one attention taken from depths or lengths that only another one ran."""
     runs = [a5("path", 1, [0.0, 0.0, 0.5, 0.5]), a5("fox", 3, [0.0, 0.0])]
     rows = report.word_problem(runs).split("\n\n")[0].splitlines()[2:]
     assert rows[0].startswith("| `path` | 1 | 1 | > 1 | > 1 | not run |")
@@ -84,14 +84,14 @@ def test_longest_words():
 
 
 def test_seeds():
-    """Runs of all depths counted as seeds of one."""
+    """Catches runs of all depths counted as seeds of one."""
     runs = [a5("path", depth, [0.0, 0.0]) for depth in (1, 1, 1, 2)]
     assert report._seeds(runs) == "1 to 3"
     assert report._seeds(runs[:3]) == "3"
 
 
 def test_mqrar():
-    """Accuracies of one N under another, or errors in their place."""
+    """Catches accuracies of one N under another, or errors in their place."""
     run = result("fox", n_back=2, sets={"mqrar_validation": score(250)})
     other = {**run, "sets": {"mqrar_validation": score(750)}}
     (row,) = report.mqrar([run, other]).splitlines()[2:]
@@ -108,7 +108,7 @@ def length_result(attention, losses, perplexity=2.5):
 
 
 def test_length_extrapolation():
-    """A length that no document fills shown with a number, or one seed for all."""
+    """Catches a length that no document fills shown with a number, or one seed for all."""
     seeds = [length_result("path", [1, 2]), length_result("path", [1, 2], perplexity=3.5)]
     runs = [*seeds, length_result("fox", [1, 2])]
     header, _, *rows = report.length_extrapolation(runs).splitlines()
@@ -124,7 +124,7 @@ def test_length_extrapolation():
     [(0.403, "40.3"), (0.0123, "1.2"), (0.00456, "0.46"), (1e-6, "0.0001"), (3.8e-8, "0.000004")],
 )
 def test_percent(share, text):
-    """A small error shown as 0 or in an exponent."""
+    """Catches a small error shown as 0 or in an exponent."""
     assert report._percent(share) == text
 
 
