@@ -101,7 +101,9 @@ def train(
             if process.is_alive():
                 process.kill()
                 process.join()
-    return Run(folder, _read_scalars(logs / "tb"), _output(logs, 0))
+    from path_backend.integration.data.scalars import read_scalars
+
+    return Run(folder, read_scalars(logs / "tb"), _output(logs, 0))
 
 
 def take_gpu(rank: int, ranks: int) -> int:
@@ -169,14 +171,3 @@ def _wait(processes: list, logs: Path, timeout: float) -> None:
 def _output(logs: Path, rank: int) -> str:
     path = logs / f"rank_{rank}.log"  # a rank may end before it has one
     return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _read_scalars(folder: Path) -> dict[str, dict[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    scalars: dict[str, dict[int, float]] = {}
-    for path in sorted(folder.rglob("events.out.*")):
-        events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-        for name in events.Tags()["scalars"]:
-            scalars[name] = {event.step: event.value for event in events.Scalars(name)}
-    return scalars

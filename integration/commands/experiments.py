@@ -1,13 +1,14 @@
-"""Train and evaluate the experiments of the README on the GPUs of this machine.
+"""Train and evaluate the experiments of RESULTS.md on the GPUs of this machine.
 
     path-backend experiments                          what has no result yet, in order of importance
     path-backend experiments 'flip_flop/*' --seconds 600 --list
     path-backend experiments --run flip_flop/path_0   one job, in this process
 
 Each job is a run of torchtitan's trainer in a process of its own, then an evaluation of its
-checkpoint there, and leaves one JSON file in the results folder. Jobs with a result are skipped. A
-job that fails or takes too long leaves its reason in `<name>.failed.json`, and is tried again the
-next time. Further arguments override keys of every job's TOML file, as the trainer's do.
+checkpoint there, and leaves one line in `<experiment>.jsonl` of the results folder. Jobs with a
+result are skipped; `--run` replaces it. A job that fails or takes too long leaves its reason and
+the end of its log in `failures.jsonl`, and is tried again the next time. Further arguments override
+keys of every job's TOML file, as the trainer's do.
 
 Start it where `configs/` lies: TOML files name the tokenizer relative to it.
 """
@@ -15,7 +16,6 @@ Start it where `configs/` lies: TOML files name the tokenizer relative to it.
 import argparse
 import fnmatch
 import importlib.util
-import json
 import os
 import shlex
 import shutil
@@ -29,41 +29,65 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from path_backend.integration.commands import results as store
 from path_backend.integration.commands.arguments import positive_integer
+from path_backend.integration.commands.scores import ATTENTIONS
 
 CONFIGS = Path("configs")
 RESULTS = CONFIGS / "results"
-ATTENTIONS = ("path", "default", "fox", "path_fox", "stick_breaking", "nope")
 COMMON = ("--checkpoint.interval=1000000", "--training.gc_freq=1000", "--metrics.log_freq=200")
+# TensorBoard's scalars that are kept, beside those of the layers.
+CURVES = (
+    *("loss_metrics/global_avg_loss", "grad_norm"),
+    *("validation_metrics/loss", "validation_metrics/error"),
+)
 SLOTS = 6  # of one GPU: alone, a small job keeps it busy a third of the time
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training with its evaluation. `name` is also the place of its result."""
+    """One training with its evaluation.
 
-    name: str
-    config: str
+    The fields that name it are stored with its result; nothing is read from the name again.
+    """
+
+    experiment: str
     attention: str
+    seed: int
+    config: str  # name of the TOML file
+    layers: int | None = None  # None: as the TOML file says
+    n_back: int | None = None  # of mqrar
     overrides: tuple[str, ...] = ()
     evaluated: int | None = None  # tokens of the evaluated sequences; None: as trained
     slots: int = 1  # of the `SLOTS` of a GPU
     seconds: float = 600  # limit of its own
 
+    @property
+    def name(self) -> str:
+        """Returns the name on the command line, which is also that of the result."""
+        parts = [self.attention]
+        if self.layers is not None:
+            parts.append(f"{self.layers}_layers")
+        if self.n_back is not None:
+            parts.append(f"{self.n_back}_back")
+        return f"{self.experiment}/{'_'.join([*parts, str(self.seed)])}"
+
     def arguments(self, work: Path, extra: Sequence[str]) -> list[str]:
-        """What the trainer gets."""
+        """Returns the arguments of the trainer."""
+        n_back = () if self.n_back is None else (f"--task.mqrar.n_back={self.n_back}",)
         return [
             f"--job.config_file={CONFIGS / self.config}.toml",
             f"--job.dump_folder={work / self.name}",
             f"--model.attention={self.attention}",
             *COMMON,
+            *n_back,
             *self.overrides,
             *extra,
         ]
 
 
 def plan() -> list[Job]:
-    """Every job, the most important first."""
+    """Returns every job, the most important first."""
     return [
         *_flip_flop(),
         *_words(seed=0),
@@ -71,7 +95,7 @@ def plan() -> list[Job]:
         *_mqrar(seed=0),
         *_mqrar_open_gates(seed=0),
         *_mqrar_lower_rate(seed=0),
-        *_small_mqrar(seed=0),
+        *_mqrar_small(seed=0),
         *(job for seed in (1, 2) for job in _again(seed)),
     ]
 
@@ -80,13 +104,13 @@ def _again(seed: int) -> Iterator[Job]:
     yield from _length_extrapolation(seed)
     yield from _words(seed)
     yield from _mqrar(seed)
-    yield from _small_mqrar(seed)
+    yield from _mqrar_small(seed)
 
 
 def _flip_flop(seeds: int = 3) -> Iterator[Job]:
     for seed in range(seeds):
         for attention in ATTENTIONS:
-            yield Job(f"flip_flop/{attention}_{seed}", "flip_flop", attention, _seeded(seed))
+            yield Job("flip_flop", attention, seed, "flip_flop", overrides=_seeded(seed))
 
 
 def _words(seed: int) -> Iterator[Job]:
@@ -96,30 +120,35 @@ def _words(seed: int) -> Iterator[Job]:
 
 def _word_problem(dataset: str, depths: Sequence[int], seed: int) -> Iterator[Job]:
     """A run teaches every length up to its own; it is asked for twice as many."""
-    for depth in depths:
+    for layers in depths:
+        model = f"--model.flavor=task_{layers}x128x4"
         for attention in ATTENTIONS:
             yield Job(
-                f"{dataset}/{attention}_{depth}_layers_{seed}",
                 dataset,
                 attention,
-                (f"--model.flavor=task_{depth}x128x4", "--training.steps=6000", *_seeded(seed)),
+                seed,
+                dataset,
+                layers=layers,
+                overrides=(model, "--training.steps=6000", *_seeded(seed)),
                 evaluated=42,
             )
 
 
 def _length_extrapolation(seed: int) -> Iterator[Job]:
-    """On the sources of the installed packages: the standard library alone is read too often.
+    """Text is the sources of the installed packages: the standard library is read too often.
 
-    The seed is of the weights; every run reads the same text in the same order.
+    The seed is of the weights; every run reads the same text in the same order. Stick-breaking is
+    left out, since its memory is quadratic in the length.
     """
     packages = sysconfig.get_path("purelib")
     if torch := importlib.util.find_spec("torch"):
         packages = str(Path(torch.origin or "").parents[1])
     folders = (f"--training.dataset_path={packages}", f"--validation.dataset_path={packages}")
-    for attention in ("path", "default", "fox", "path_fox", "nope"):
-        name = f"length_extrapolation/{attention}_{seed}"
-        overrides = (*folders, "--training.steps=1500", f"--debug.seed={seed}")
-        yield Job(name, "length_extrapolation", attention, overrides, slots=SLOTS)
+    overrides = (*folders, "--training.steps=1500", f"--debug.seed={seed}")
+    experiment = "length_extrapolation"
+    for attention in ATTENTIONS:
+        if attention != "stick_breaking":
+            yield Job(experiment, attention, seed, experiment, overrides=overrides, slots=SLOTS)
 
 
 def _mqrar(seed: int) -> Iterator[Job]:
@@ -129,12 +158,9 @@ def _mqrar(seed: int) -> Iterator[Job]:
     )
     for n_back in (1, 2, 3, 4):
         for attention in ATTENTIONS:
+            overrides = (*in_minutes, *_seeded(seed))
             yield Job(
-                f"mqrar/{attention}_{n_back}_back_{seed}",
-                "mqrar",
-                attention,
-                (f"--task.mqrar.n_back={n_back}", *in_minutes, *_seeded(seed)),
-                slots=2,
+                "mqrar", attention, seed, "mqrar", n_back=n_back, overrides=overrides, slots=2
             )
 
 
@@ -142,31 +168,28 @@ def _mqrar_open_gates(seed: int) -> Iterator[Job]:
     """Gates that start at 0.5 hide what lies ten tokens back; 0.998 keeps a fifth over 768."""
     for job in _mqrar(seed):
         if job.attention in ("path_fox", "fox"):
-            name = job.name.replace("mqrar/", "mqrar_open_gates/")
             overrides = (*job.overrides, "--model.path.gate_start=0.998")
-            yield replace(job, name=name, overrides=overrides)
+            yield replace(job, experiment="mqrar_open_gates", overrides=overrides)
 
 
 def _mqrar_lower_rate(seed: int) -> Iterator[Job]:
     """RoPE learns nothing at the rate of the others; at a third of it, late."""
     for job in _mqrar(seed):
         if job.attention == "default":
-            name = job.name.replace("mqrar/", "mqrar_lower_rate/")
             overrides = (*job.overrides, "--optimizer.lr=3e-4", "--training.steps=5000")
-            yield replace(job, name=name, overrides=overrides)
+            yield replace(job, experiment="mqrar_lower_rate", overrides=overrides)
 
 
-def _small_mqrar(seed: int) -> Iterator[Job]:
-    """For a CPU: each seed in half an hour on two cores."""
+def _mqrar_small(seed: int) -> Iterator[Job]:
+    """Small models are for a CPU: each seed takes half an hour on two cores."""
     small = (
         *("--model.flavor=task_2x64", "--training.seq_len=128", "--task.mqrar.pairs=8"),
         *("--training.local_batch_size=32", "--training.steps=500", "--validation.no-enable"),
     )
     for n_back in (1, 2, 3, 4):
         for attention in ATTENTIONS:
-            name = f"mqrar_small/{attention}_{n_back}_back_{seed}"
-            overrides = (f"--task.mqrar.n_back={n_back}", *small, *_seeded(seed))
-            yield Job(name, "mqrar", attention, overrides)
+            overrides = (*small, *_seeded(seed))
+            yield Job("mqrar_small", attention, seed, "mqrar", n_back=n_back, overrides=overrides)
 
 
 def _seeded(seed: int) -> tuple[str, ...]:
@@ -174,10 +197,11 @@ def _seeded(seed: int) -> tuple[str, ...]:
 
 
 def run(job: Job, results: Path, work: Path, predictions: int, extra: Sequence[str]) -> None:
-    """Train, evaluate and write the result, in this process."""
+    """Trains, evaluates and stores the result, in this process."""
     from torchtitan.tools.logging import init_logger
 
     from path_backend.integration.commands import evaluate
+    from path_backend.integration.data.scalars import read_scalars
     from path_backend.integration.torchtitan.job import load_job
 
     init_logger()
@@ -198,11 +222,46 @@ def run(job: Job, results: Path, work: Path, predictions: int, extra: Sequence[s
         seq_len=job.evaluated,
         command=shlex.join([*command, f"--predictions={predictions}", *extra]),
     )
-    curves = _curves(folder / config.metrics.save_tb_folder)
-    training = {"seconds": round(seconds, 1), "steps": config.training.steps, "curves": curves}
-    result |= {"experiment": job.name, "trainer": shlex.join(arguments), "training": training}
-    _write(results / f"{job.name}.json", result)
+    scalars = read_scalars(folder / config.metrics.save_tb_folder)
+    curves = {n: c for n, c in scalars.items() if n in CURVES or n.startswith("path/")}
+    store.save(results, describe(job, config, result, seconds, arguments), curves)
     shutil.rmtree(folder)
+
+
+def describe(
+    job: Job, config: Any, result: dict[str, Any], seconds: float, arguments: Sequence[str]
+) -> store.Record:
+    """Returns what is stored of a run: what it is, its scores, then what they depend on.
+
+    `config` is torchtitan's job, `result` that of `evaluate`, `arguments` are the trainer's.
+    """
+    from path_backend.integration.torchtitan.job import model_args
+
+    model, conditions = model_args(config), dict(result["job"])
+    for known in ("attention", "seed"):
+        conditions.pop(known)
+    record = {
+        "name": job.name,
+        "experiment": job.experiment,
+        "attention": job.attention,
+        "layers": model.n_layers,
+        "width": model.dim,
+        "heads": model.n_heads,
+        "n_back": job.n_back,
+        "seed": job.seed,
+        "parameters": result["parameters"],
+        "steps": result["step"],
+        "seconds": round(seconds, 1),
+        "length": result.get("length"),
+        "task": result.get("task"),
+        "sets": result.get("sets"),
+        "perplexity": result.get("perplexity"),
+        **{key: result[key] for key in ("date", "device", "versions")},
+        "job": {key: value for key, value in conditions.items() if value is not None},
+        "command": result["command"],
+        "trainer": list(arguments),
+    }
+    return {key: value for key, value in record.items() if value is not None}
 
 
 def _train(config) -> None:
@@ -215,20 +274,6 @@ def _train(config) -> None:
     finally:
         trainer.close()
     dist.destroy_process_group()
-
-
-def _curves(folder: Path) -> dict[str, dict[int, float]]:
-    """What TensorBoard has of losses, validation errors and the layers' statistics, by step."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    curves: dict[str, dict[int, float]] = {}
-    for path in sorted(folder.rglob("events.out.*")):
-        events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-        for name in events.Tags()["scalars"]:
-            wanted = ("loss_metrics/global_avg_loss", "validation_metrics/loss", "grad_norm")
-            if name in (*wanted, "validation_metrics/error") or name.startswith("path/"):
-                curves[name] = {e.step: float(f"{e.value:.4g}") for e in events.Scalars(name)}
-    return curves
 
 
 @dataclass
@@ -258,7 +303,7 @@ class Pool:
         self.running: list[_Running] = []
 
     def run(self, jobs: Sequence[Job], seconds: float) -> None:
-        """Until all are done, or `seconds` are over: then what still runs is killed."""
+        """Runs jobs until all are done or `seconds` are over, and kills what then still runs."""
         end = time.monotonic() + seconds
         waiting, reason = list(jobs), "interrupted"
         try:
@@ -309,33 +354,28 @@ class Pool:
         self._end(running, reason)
 
     def _end(self, running: _Running, reason: str) -> None:
-        """`reason` is left if there is no result; one that is there counts, whatever came after."""
+        """Keeps `reason` if there is no result; one counts, whatever came after it."""
         self.running.remove(running)
         self.free[running.gpu] += self._slots(running.job)
-        name = running.job.name
-        failed = self.results / f"{name}.failed.json"
-        if (self.results / f"{name}.json").exists():
-            failed.unlink(missing_ok=True)
-            print(f"done: {name}", flush=True)
+        job = running.job
+        if job.name in _names(self.results, job.experiment):
+            print(f"done: {job.name}", flush=True)
             return
         tail = running.log.read_text(errors="replace").splitlines()[-30:]
-        _write(failed, {"experiment": name, "failure": reason, "log": tail})
-        print(f"failed: {name}: {reason}", flush=True)
+        failure = {"name": job.name, "experiment": job.experiment, "failure": reason, "log": tail}
+        store.save_failure(self.results, failure)
+        print(f"failed: {job.name}: {reason}", flush=True)
 
     def _slots(self, job: Job) -> int:
         return min(job.slots, self.slots)
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """All or nothing: a file that exists is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(path)
+def _names(results: Path, experiment: str) -> set[str]:
+    return {record["name"] for record in store.load(results, experiment)}
 
 
 def select(jobs: Sequence[Job], patterns: Sequence[str], results: Path) -> list[Job]:
-    """Jobs without a result, in the order of the patterns, then of the plan.
+    """Returns jobs without a result, in the order of the patterns, then of the plan.
 
     Raises ValueError for a pattern that no job matches.
     """
@@ -345,11 +385,13 @@ def select(jobs: Sequence[Job], patterns: Sequence[str], results: Path) -> list[
         if not matching:
             raise ValueError(f"expected a pattern of job names such as 'mqrar/*', got {pattern!r}")
         chosen |= {job.name: job for job in matching}
-    return [job for job in chosen.values() if not (results / f"{job.name}.json").exists()]
+    experiments = {job.experiment for job in chosen.values()}
+    done = set().union(*(_names(results, experiment) for experiment in experiments))
+    return [job for job in chosen.values() if job.name not in done]
 
 
 def _gpus() -> list[str]:
-    """Numbers of the GPUs of this machine; one without a number if there is none."""
+    """Returns the numbers of this machine's GPUs; one without a number if there is none."""
     import torch
 
     return [str(i) for i in range(torch.cuda.device_count())] or [""]
@@ -365,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("patterns", nargs="*", help="names of jobs, with * and ?; default: all")
     parser.add_argument("--run", metavar="NAME", help="run this job in this process")
     parser.add_argument("--list", action="store_true", help="print the names of what would run")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON lines")
     parser.add_argument(
         "--work", type=Path, default=Path("outputs/experiments"), help="folder of logs, checkpoints"
     )

@@ -1,25 +1,34 @@
 """Tables and pictures of the experiments' results.
 
-    path-backend report                       tables to the terminal, pictures beside the results
-    path-backend report --readme README.md    tables into the file, between its two marks
+    path-backend report                      tables to the terminal, pictures beside the results
+    path-backend report --into RESULTS.md    tables into the file, each between its two marks
 
-Errors and perplexities are those in the JSON files of `path-backend experiments`; nothing is
-computed from models here. Pictures need matplotlib.
+The table of `mqrar` lies between `<!-- path-backend report: begin mqrar -->` and the next
+`<!-- path-backend report: end -->`. Errors and perplexities are those in the lines of
+`path-backend experiments`; nothing is computed from models here. Pictures need matplotlib.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from path_backend.integration.commands.experiments import ATTENTIONS, RESULTS
+from path_backend.integration.commands import pictures
+from path_backend.integration.commands import results as store
+from path_backend.integration.commands.experiments import RESULTS
+from path_backend.integration.commands.scores import (
+    LABELS,
+    Results,
+    by_attention,
+    by_depth,
+    depths,
+    longest_word,
+    smallest_depths,
+    text_rows,
+)
 from path_backend.integration.data.task_error import wilson_interval
 
-BEGIN, END = "<!-- path-backend report: begin -->", "<!-- path-backend report: end -->"
-SUCCESS = 0.9  # of a word problem: accuracy at a length that counts as solved
-LINES = (":", "-.", "--", "-")  # of one to four layers
+BEGIN, END = "<!-- path-backend report: begin {} -->", "<!-- path-backend report: end -->"
 SHOWN_LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 30, 40)
 # Yang et al., PaTH Attention (NeurIPS 2025): errors in %, in distribution, sparse, dense.
 PAPER_FLIP_FLOP = {
@@ -28,31 +37,6 @@ PAPER_FLIP_FLOP = {
     "fox": ("8.3", "36.3", "0"),
     "path": ("0", "0.0001", "0"),
 }
-LABELS = {
-    "default": "RoPE (`default`)",
-    "stick_breaking": "`stick_breaking`",
-    **{name: f"`{name}`" for name in ("path", "path_fox", "fox", "nope")},
-}
-
-Results = list[dict[str, Any]]
-
-
-def load(folder: Path, group: str) -> Results:
-    """The results of one kind of experiment, failures left out."""
-    paths = sorted((folder / group).glob("*.json"))
-    return [_read(path) for path in paths if not path.name.endswith(".failed.json")]
-
-
-def failures(folder: Path) -> list[dict[str, Any]]:
-    """What failed and has no result since."""
-    return [_read(path) for path in sorted(folder.glob("*/*.failed.json"))]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"expected a result in JSON, got {path}: {error}") from error
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -61,10 +45,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def flip_flop(results: Results) -> str:
-    """Errors in %, of all seeds together and from the best seed to the worst."""
+    """Returns errors in %, of all seeds together and from the best seed to the worst."""
     sets = ("flip_flop_validation", "flip_flop_sparse", "flip_flop_dense")
     rows = []
-    for attention, runs in _by_attention(results):
+    for attention, runs in by_attention(results):
         cells = [_error([run["sets"][name] for run in runs]) for name in sets]
         paper = " / ".join(PAPER_FLIP_FLOP.get(attention, ("not given",)))
         rows.append([LABELS[attention], str(len(runs)), *cells, paper])
@@ -83,30 +67,45 @@ def _error(scores: list[dict[str, Any]]) -> str:
 
 
 def word_problem(results: Results) -> str:
-    """The smallest depth whose best seed reaches `SUCCESS` at each length.
+    """Returns the smallest depth whose best seed solves each length, a bound where none ran.
 
-    Bounds where depths did not run.
+    A second table has the longest word of every seed, by depth.
     """
     found = smallest_depths(results)
     rows = [
         [
             LABELS[attention],
             _seeds(runs),
-            *(_depth_cell(found[attention], length, _depths(runs)) for length in SHOWN_LENGTHS),
+            *(_depth_cell(found[attention], length, depths(runs)) for length in SHOWN_LENGTHS),
         ]
-        for attention, runs in _by_attention(results)
+        for attention, runs in by_attention(results)
     ]
-    return table(["layers, by length", "seeds", *map(str, SHOWN_LENGTHS)], rows)
+    smallest = table(["layers, by length", "seeds", *map(str, SHOWN_LENGTHS)], rows)
+    return f"{smallest}\n{longest_words(results)}"
+
+
+def longest_words(results: Results) -> str:
+    """Returns the greatest length up to which each seed solves every one, by depth."""
+    every = depths(results)
+    rows = []
+    for attention, runs in by_attention(results):
+        groups = by_depth(runs)
+        cells = [
+            ", ".join(str(longest_word(run)) for run in _by_seed(groups.get(depth, [])))
+            for depth in every
+        ]
+        rows.append([LABELS[attention], *(cell or "not run" for cell in cells)])
+    return table(["longest word of each seed, by layers", *map(str, every)], rows)
+
+
+def _by_seed(runs: Results) -> Results:
+    return sorted(runs, key=lambda run: run["seed"])
 
 
 def _seeds(runs: Results) -> str:
-    """How many runs a depth has."""
-    counts = sorted(len(seeds) for seeds in _by_depth(runs).values())
+    """Returns how many runs a depth has."""
+    counts = sorted(len(seeds) for seeds in by_depth(runs).values())
     return str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
-
-
-def _by_depth(runs: Results) -> dict[int, Results]:
-    return {depth: [run for run in runs if _depth(run) == depth] for depth in _depths(runs)}
 
 
 def _depth_cell(found: dict[int, int | None], length: int, ran: list[int]) -> str:
@@ -118,46 +117,16 @@ def _depth_cell(found: dict[int, int | None], length: int, ran: list[int]) -> st
     return str(depth) if depth == 1 or depth - 1 in ran else f"<= {depth}"
 
 
-def smallest_depths(results: Results) -> dict[str, dict[int, int | None]]:
-    """For each attention and length, the fewest layers of a run that solves it; None if none does.
-
-    A run is asked for its accuracy at the length's last token, which `start` comes before.
-    """
-    depths: dict[str, dict[int, int | None]] = {}
-    for attention, runs in _by_attention(results):
-        longest = max(len(_by_position(run)) for run in runs) - 1
-        for length in range(2, longest + 1):
-            solved = [
-                _depth(run)
-                for run in runs
-                if len(_by_position(run)) > length and 1 - _by_position(run)[length] >= SUCCESS
-            ]
-            depths.setdefault(attention, {})[length] = min(solved, default=None)
-    return depths
-
-
-def _by_position(run: dict[str, Any]) -> list[float]:
-    return next(iter(run["sets"].values()))["error_by_position"]
-
-
-def _depth(run: dict[str, Any]) -> int:
-    return int(run["job"]["model"].split("task_")[1].split("x")[0])
-
-
-def _depths(runs: Results) -> list[int]:
-    return sorted({_depth(run) for run in runs})
-
-
 def mqrar(results: Results) -> str:
-    """Accuracies in %, mean over seeds and from the worst to the best."""
+    """Returns accuracies in %, mean over seeds and from the worst to the best."""
     rows = []
-    for attention, runs in _by_attention(results):
+    for attention, runs in by_attention(results):
         cells = []
         for n_back in (1, 2, 3, 4):
             accuracies = sorted(
                 1 - run["sets"]["mqrar_validation"]["error"]
                 for run in runs
-                if f"--task.mqrar.n_back={n_back}" in run["trainer"]
+                if run["n_back"] == n_back
             )
             cells.append(_range(accuracies))
         rows.append([LABELS[attention], *cells])
@@ -174,20 +143,15 @@ def _range(shares: list[float]) -> str:
 
 
 def length_extrapolation(results: Results) -> str:
-    """Perplexity on the documents that fill each length, mean over seeds and lowest to highest."""
+    """Returns perplexities on the documents that fill each length: mean, lowest and highest."""
     rows, header = [], ["perplexity", "seeds"]
-    for attention, runs in _by_attention(results):
-        by_length = list(zip(*map(_text, runs), strict=True))
+    for attention, runs in by_attention(results):
+        by_length = list(zip(*map(text_rows, runs), strict=True))
         lengths = [f"{r['length']} ({r['documents']} documents)" for r, *_ in by_length]
         header = ["perplexity", "seeds", *lengths]
         cells = [_perplexity([row["perplexity"] for row in seeds]) for seeds in by_length]
         rows.append([LABELS[attention], str(len(runs)), *cells])
     return table(header, rows)
-
-
-def _text(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the held-out modules, one for each length."""
-    return next(iter(run["perplexity"].values()))
 
 
 def _perplexity(seeds: list[float | None]) -> str:
@@ -198,109 +162,15 @@ def _perplexity(seeds: list[float | None]) -> str:
     return f"{mean} ({min(found):.2f} to {max(found):.2f})" if len(found) > 1 else mean
 
 
-def plot_accuracy(results: Results, path: Path) -> None:
-    """Mean accuracy over the length, and its range over seeds.
-
-    A colour for each attention, a line style for each depth.
-    """
-    pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(8, 3.6))
-    for attention, runs in _by_attention(results):
-        for depth, seeds in _by_depth(runs).items():
-            accuracies = [[1 - error for error in _by_position(run)[1:]] for run in seeds]
-            by_length = list(zip(*accuracies, strict=True))
-            lengths = range(1, len(by_length) + 1)
-            style = _style(attention) | {"ls": LINES[(depth - 1) % len(LINES)]}
-            style["label"] += f", {depth} {'layers' if depth > 1 else 'layer'}"
-            axis.plot(lengths, [sum(a) / len(a) for a in by_length], **style)
-            ranges = [*map(min, by_length)], [*map(max, by_length)]
-            axis.fill_between(lengths, *ranges, color=style["color"], alpha=0.2, lw=0)
-    axis.axhline(SUCCESS, color="0.6", lw=1, ls=":")
-    _finish_words(figure, axis, path, results, "accuracy")
-
-
-def plot_depths(results: Results, path: Path) -> None:
-    """The table: smallest depth over the length, up to the last one that a depth solves."""
-    pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(8, 3.6))
-    for attention, depths in smallest_depths(results).items():
-        solved = {length: depth for length, depth in depths.items() if depth is not None}
-        apart = 0.05 * ATTENTIONS.index(attention)  # so that equal depths do not hide each other
-        axis.step(
-            solved.keys(), [d + apart for d in solved.values()], where="mid", **_style(attention)
-        )
-        if solved:
-            last = max(solved)
-            axis.plot(last, solved[last] + apart, "o", color=_style(attention)["color"])
-    axis.set_yticks(range(1, 1 + max(_depths(results))))
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    _finish_words(figure, axis, path, results, f"layers to reach {SUCCESS:.0%}")
-
-
-def _finish_words(figure: Any, axis: Any, path: Path, results: Results, label: str) -> None:
-    trained = results[0]["job"]["seq_len"] - 1
-    axis.axvline(trained, color="0.6", lw=1, ls=":")
-    axis.set_xlabel(f"permutations (trained on up to {trained})")
-    axis.set_ylabel(label)
-    _finish(figure, axis, path)
-
-
-def plot_length_extrapolation(results: Results, path: Path) -> None:
-    """Loss by position on the documents that fill the longest length that any fills.
-
-    Mean over seeds, and its range.
-    """
-    pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(8, 3.6))
-    for attention, runs in _by_attention(results):
-        rows = [[row for row in _text(run) if row["documents"]][-1] for run in runs]
-        losses = list(zip(*(row["loss_by_position"] for row in rows), strict=True))
-        positions = [rows[0]["bucket"] * (i + 0.5) for i in range(len(losses))]
-        style = _style(attention)
-        axis.plot(positions, [sum(seeds) / len(seeds) for seeds in losses], "-", **style)
-        ranges = [*map(min, losses)], [*map(max, losses)]
-        axis.fill_between(positions, *ranges, color=style["color"], alpha=0.2, lw=0)
-    trained = results[0]["job"]["seq_len"]
-    axis.axvline(trained, color="0.6", lw=1, ls=":")
-    axis.set_xscale("log", base=2)
-    axis.set_xlabel(f"position (trained on {trained})")
-    axis.set_ylabel("loss, nats per token")
-    _finish(figure, axis, path)
-
-
-def _pyplot() -> Any:
-    import_module("matplotlib").use("Agg")
-    return import_module("matplotlib.pyplot")
-
-
-def _style(attention: str) -> dict[str, str]:
-    return {
-        "color": f"C{ATTENTIONS.index(attention)}",
-        "label": LABELS[attention].replace("`", ""),
-    }
-
-
-def _finish(figure: Any, axis: Any, path: Path) -> None:
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-
-
-def _by_attention(results: Results) -> list[tuple[str, Results]]:
-    groups = {a: [r for r in results if r["job"]["attention"] == a] for a in ATTENTIONS}
-    return [(attention, runs) for attention, runs in groups.items() if runs]
-
-
 def _percent(share: float, digits: int | None = None) -> str:
-    """Two significant digits below 1 %, else one after the point."""
+    """Returns a share in %: two significant digits below 1 %, else one after the point."""
     percent = 100 * share
     if digits is not None or percent >= 1:
         return f"{percent:.{1 if digits is None else digits}f}"
     return f"{percent:.2g}" if percent >= 1e-4 else f"{percent:.6f}".rstrip("0").rstrip(".")
 
 
-GROUPS: dict[str, tuple[str, Callable[[Results], str]]] = {
+EXPERIMENTS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "flip_flop": ("Flip-flop language modelling", flip_flop),
     "s5_swaps": ("Word problem of S5 by swaps: fewest layers with 90 %, best seed", word_problem),
     "a5_word_problem": ("Word problem of A5: fewest layers with 90 %, best seed", word_problem),
@@ -310,23 +180,39 @@ GROUPS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "mqrar_small": ("MQRAR-N, small: 8 variables, 128 tokens, width 64", mqrar),
     "length_extrapolation": ("Perplexity beyond the trained 1,024 tokens", length_extrapolation),
 }
-PLOTS = {
-    "s5_swaps": plot_accuracy,
-    "a5_word_problem": plot_depths,
-    "length_extrapolation": plot_length_extrapolation,
-}
 
 
-def report(folder: Path) -> str:
-    """Every table as Markdown, with where it was measured."""
-    parts = []
-    for group, (title, make) in GROUPS.items():
-        if results := load(folder, group):
-            parts.append(f"**{title}**\n\n{make(results)}\n{_provenance(results)}\n")
-    failed = ", ".join(f"{f['experiment']} ({f['failure']})" for f in failures(folder))
-    if failed:
-        parts.append(f"Without a result: {failed}.\n")
-    return "\n".join(parts)
+def sections(folder: Path) -> dict[str, str]:
+    """Returns the table of each experiment as Markdown, with where it was measured.
+
+    An experiment that never ran is left out; jobs that failed are named below the table.
+    """
+    failed = store.failures(folder)
+    parts = {}
+    for experiment, (title, make) in EXPERIMENTS.items():
+        results = store.load(folder, experiment)
+        part = f"{make(results)}\n{_provenance(results)}\n" if results else ""
+        reasons = [f"{f['name']} ({f['failure']})" for f in failed if f["experiment"] == experiment]
+        if reasons:
+            part += f"\nWithout a result: {', '.join(reasons)}.\n"
+        if part:
+            parts[experiment] = f"**{title}**\n\n{part.lstrip()}"
+    return parts
+
+
+def insert(text: str, parts: dict[str, str]) -> str:
+    """Returns a document with each table between its marks.
+
+    Raises ValueError if the marks of a table are not there, naming the first that is missing.
+    """
+    for experiment, part in parts.items():
+        begin = BEGIN.format(experiment)
+        before, found, rest = text.partition(begin)
+        old, end, after = rest.partition(END)
+        if not (found and end) or BEGIN.partition("{")[0] in old:
+            raise ValueError(f"expected the lines {begin} and {END} around a table, found none")
+        text = f"{before}{begin}\n{part}{END}{after}"
+    return text
 
 
 def _provenance(results: Results) -> str:
@@ -337,7 +223,7 @@ def _provenance(results: Results) -> str:
     torches = every(run["versions"]["torch"] for run in results)
     dates = sorted(run["date"][:10] for run in results)
     span = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    steps = ", ".join(f"{step:,}" for step in sorted({run["step"] for run in results}))
+    steps = ", ".join(f"{step:,}" for step in sorted({run["steps"] for run in results}))
     return f"Runs: {len(results)} of {steps} steps, on {devices}, torch {torches}, {span}."
 
 
@@ -347,23 +233,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
-    parser.add_argument("--readme", type=Path, help="file that gets the tables")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON lines")
+    parser.add_argument("--into", type=Path, metavar="FILE", help="file that gets the tables")
     options = parser.parse_args(arguments)
-    text = report(options.results)
-    if not text:
+    parts = sections(options.results)
+    if not parts:
         raise ValueError(f"--results must hold results of experiments, got {options.results}")
-    for group, plot in PLOTS.items():
-        if results := load(options.results, group):
-            plot(results, options.results / f"{group}.png")
-    if options.readme is None:
-        print(text)
-        return
-    before, begin, rest = options.readme.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"--readme must hold the lines {BEGIN} and {END}, got {options.readme}")
-    options.readme.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+    if options.into is None:
+        print("\n".join(parts.values()))
+    else:
+        try:
+            text = insert(options.into.read_text(), parts)
+        except ValueError as error:
+            raise ValueError(f"--into {options.into}: {error}") from error
+        options.into.write_text(text)
+    pictures.draw(options.results)
 
 
 if __name__ == "__main__":

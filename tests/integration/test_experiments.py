@@ -1,6 +1,5 @@
 """The list of experiments and the pool that runs it: order, limits, failures, what is skipped."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,8 +12,9 @@ import pytest
 from trainer import ROOT
 
 from path_backend.integration.commands import experiments
+from path_backend.integration.commands import results as store
 from path_backend.integration.commands.experiments import Job, Pool, select
-from path_backend.integration.torchtitan.job import load_job
+from path_backend.integration.torchtitan.job import load_job, model_args
 
 # Stands for Python in the pool: does what the name of the job says.
 WORKER = """#!/usr/bin/env bash
@@ -33,7 +33,7 @@ esac
 case "$name" in
     *lost*) exit 0 ;;
 esac
-mkdir -p "$results/$(dirname "$name")" && echo '{}' >"$results/$name.json"
+mkdir -p "$results" && echo "{\\"name\\": \\"$name\\"}" >>"$results/group.jsonl"
 case "$name" in
     *crash*) exit 4 ;;
 esac
@@ -64,7 +64,16 @@ def is_running(process):
 
 
 def job(name, **options):
-    return Job(f"group/{name}", "flip_flop", "path", **options)
+    """Returns a job called group/<name>_0."""
+    return Job("group", name, 0, "flip_flop", **options)
+
+
+def done(folder):
+    return sorted(record["name"] for record in store.load(folder, "group"))
+
+
+def reasons(folder):
+    return {record["name"]: record["failure"] for record in store.failures(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +82,7 @@ def plan():
 
 
 def test_plan(plan, monkeypatch):
-    """Two jobs that write one result, or one that its TOML file does not allow."""
+    """Catches two jobs that write one result, or one that its TOML file does not allow."""
     monkeypatch.chdir(ROOT)
     names = [job.name for job in plan]
     assert len(set(names)) == len(names)
@@ -87,7 +96,7 @@ def test_plan(plan, monkeypatch):
 
 
 def test_seeds_differ(plan):
-    """Seeds that repeat a run, or draw other weights but the same sequences."""
+    """Catches seeds that repeat a run, or draw other weights but the same sequences."""
     jobs = {job.name: job for job in plan}
     for seed in range(3):
         for name in (f"flip_flop/path_{seed}", f"mqrar/path_2_back_{seed}"):
@@ -96,11 +105,29 @@ def test_seeds_differ(plan):
         assert {f"--debug.seed={seed}", "--training.steps=1500"} <= {*text}
 
 
+def test_fields_name_a_job(plan):
+    """Catches a field that the name shows and the job lacks, or the other way round."""
+    jobs = {job.name: job for job in plan}
+    deep = jobs["a5_word_problem/path_fox_3_layers_1"]
+    assert (deep.attention, deep.layers, deep.n_back, deep.seed) == ("path_fox", 3, None, 1)
+    back = jobs["mqrar_open_gates/fox_4_back_0"]
+    assert (back.experiment, back.layers, back.n_back, back.seed) == (
+        "mqrar_open_gates",
+        None,
+        4,
+        0,
+    )
+    for job in [deep, back, *{job.experiment: job for job in plan}.values()]:
+        config = load_job(job.arguments(ROOT / "outputs", []))
+        assert config.debug.seed == job.seed
+        assert job.n_back in (None, config.task.mqrar.n_back)
+        assert job.layers in (None, model_args(config).n_layers)
+
+
 def test_select(plan, tmp_path):
-    """A finished job run again, a failed one not, or the order of the patterns lost."""
-    (tmp_path / "flip_flop").mkdir()
-    (tmp_path / "flip_flop" / "path_0.json").touch()
-    (tmp_path / "flip_flop" / "path_1.failed.json").touch()
+    """Catches a finished job run again, a failed one not, or the order of the patterns lost."""
+    (tmp_path / "flip_flop.jsonl").write_text('{"name": "flip_flop/path_0"}\n')
+    (tmp_path / "failures.jsonl").write_text('{"name": "flip_flop/path_1"}\n')
     chosen = select(plan, ["mqrar/path_1_back_0", "flip_flop/path_?"], tmp_path)
     assert [job.name for job in chosen] == [
         "mqrar/path_1_back_0",
@@ -112,62 +139,61 @@ def test_select(plan, tmp_path):
 
 
 def test_unknown_run():
-    """A mistyped job answered without its name."""
+    """Catches a mistyped job answered without its name."""
     with pytest.raises(ValueError, match=r"--run must be a name that --list prints, got 'path'"):
         experiments.main(["--run=path"])
 
 
 def test_pool(tmp_path, worker, capsys):
-    """A job not run, a failure that stops the others or leaves no reason."""
-    jobs = [job("a"), job("fail"), job("b")]
-    failed = tmp_path / "results" / "group" / "a.failed.json"
-    failed.parent.mkdir(parents=True)
-    failed.touch()  # of an earlier attempt
-    make_pool(tmp_path).run(jobs, 30)
-    results = sorted(path.name for path in (tmp_path / "results" / "group").iterdir())
-    assert results == ["a.json", "b.json", "fail.failed.json"]
-    failure = json.loads((tmp_path / "results/group/fail.failed.json").read_text())
-    assert failure == {"experiment": "group/fail", "failure": "exit 3", "log": ["no memory"]}
+    """Catches a job not run, a failure that stops the others or leaves no reason."""
+    make_pool(tmp_path).run([job("a"), job("fail"), job("b")], 30)
+    assert done(tmp_path / "results") == ["group/a_0", "group/b_0"]
+    assert store.failures(tmp_path / "results") == [
+        {
+            "name": "group/fail_0",
+            "experiment": "group",
+            "failure": "exit 3",
+            "log": ["no memory"],
+        }
+    ]
     output = capsys.readouterr().out
-    assert "done: group/a\n" in output and "failed: group/fail: exit 3\n" in output
+    assert "done: group/a_0\n" in output and "failed: group/fail_0: exit 3\n" in output
 
 
 def test_a_result_decides(tmp_path, worker):
-    """A finished job called failed since its process ended badly, or one without a result done."""
+    """Catches a finished job called failed for a bad exit, or one without a result called done."""
     make_pool(tmp_path).run([job("crash"), job("lost")], 30)
-    results = sorted(path.name for path in (tmp_path / "results" / "group").iterdir())
-    assert results == ["crash.json", "lost.failed.json"]
+    assert done(tmp_path / "results") == ["group/crash_0"]
+    assert reasons(tmp_path / "results") == {"group/lost_0": "exit 0"}
 
 
 def test_slots(tmp_path, worker):
-    """A GPU with more jobs than slots, one left idle, or a large job beside others."""
+    """Catches a GPU with more jobs than slots, one left idle, or a large job beside others."""
     jobs = [*(job(f"slow{i}") for i in range(4)), job("large", slots=16), job("last")]
     started = time.monotonic()
     make_pool(tmp_path, gpus=("0", "1"), slots=2).run(jobs, 30)
     assert time.monotonic() - started > 0.6
     lines = worker.read_text().splitlines()
-    assert sorted(lines[:4]) == [f"{i % 2} group/slow{i}" for i in (0, 2, 1, 3)]
-    assert sorted(line[2:] for line in lines[4:]) == ["group/large", "group/last"]
+    assert sorted(lines[:4]) == [f"{i % 2} group/slow{i}_0" for i in (0, 2, 1, 3)]
+    assert sorted(line[2:] for line in lines[4:]) == ["group/large_0", "group/last_0"]
 
 
 def test_limits(tmp_path, worker, capsys):
-    """A job or the whole run beyond its time, children of a killed job left behind."""
+    """Catches a job or the whole run beyond its time, children of a killed job left behind."""
     jobs = [job("hang", seconds=0.5), job("slow"), job("hang2"), job("never", slots=4)]
     make_pool(tmp_path).run(jobs, 2)
-    folder = tmp_path / "results" / "group"
-    reasons = {p.name: json.loads(p.read_text())["failure"] for p in folder.glob("*.failed.json")}
-    assert reasons == {
-        "hang.failed.json": "killed after 0 s",
-        "hang2.failed.json": "killed: the time of all jobs was over",
+    assert reasons(tmp_path / "results") == {
+        "group/hang_0": "killed after 0 s",
+        "group/hang2_0": "killed: the time of all jobs was over",
     }
-    assert (folder / "slow.json").exists()
-    assert "not started: group/never" in capsys.readouterr().out
+    assert done(tmp_path / "results") == ["group/slow_0"]
+    assert "not started: group/never_0" in capsys.readouterr().out
     for child in map(int, (tmp_path / "log.children").read_text().split()):
         assert not is_running(child)
 
 
 def test_jobs_end_with_the_command(tmp_path, worker, monkeypatch):
-    """Jobs that go on after `kill`, `timeout` or a scheduler ended the command."""
+    """Catches jobs that go on after `kill`, `timeout` or a scheduler ended the command."""
     monkeypatch.setattr(experiments, "plan", lambda: [job("hang")])
     monkeypatch.setattr(experiments, "_gpus", lambda: [""])
     children = tmp_path / "log.children"
@@ -185,8 +211,7 @@ def test_jobs_end_with_the_command(tmp_path, worker, monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not is_running(int(children.read_text()))
-    failure = json.loads((tmp_path / "r/group/hang.failed.json").read_text())
-    assert failure["failure"] == "killed: interrupted"
+    assert reasons(tmp_path / "r") == {"group/hang_0": "killed: interrupted"}
 
 
 def test_gpus(tmp_path, worker, monkeypatch):
@@ -195,11 +220,11 @@ def test_gpus(tmp_path, worker, monkeypatch):
     monkeypatch.setattr(experiments, "_gpus", lambda: ["0", "1", "2"])
     folders = [f"--results={tmp_path / 'r'}", f"--work={tmp_path / 'w'}"]
     with pytest.raises(ValueError, match=r"of this machine, with commas \(there: 0, 1, 2\), got 7"):
-        experiments.main([*folders, "--gpus", "2,7", "group/a"])
+        experiments.main([*folders, "--gpus", "2,7", "group/a_0"])
     before = signal.getsignal(signal.SIGTERM)
-    experiments.main([*folders, "--gpus", "2", "group/a"])
+    experiments.main([*folders, "--gpus", "2", "group/a_0"])
     signal.signal(signal.SIGTERM, before)
-    assert worker.read_text() == "2 group/a\n"
+    assert worker.read_text() == "2 group/a_0\n"
 
 
 @pytest.mark.parametrize("option", ["--slots", "--predictions"])
@@ -212,11 +237,17 @@ def test_positive_options(option, value, capsys):
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["flip_flop/path_0", "s5_swaps/nope_1_layers_0"])
-def test_one_job(tmp_path, name):
-    """A job that trains and leaves no scores, no curves, or its checkpoint."""
+@pytest.mark.parametrize(
+    "name, fields",
+    [
+        ("flip_flop/path_0", {"layers": 1, "width": 64, "heads": 2, "length": 512}),
+        ("s5_swaps/nope_2_layers_1", {"layers": 2, "width": 128, "heads": 4, "length": 42}),
+    ],
+)
+def test_one_job(tmp_path, name, fields):
+    """Catches a job that trains and leaves no scores, no curves, or its checkpoint."""
     command = [sys.executable, "-m", "path_backend.integration", "experiments", f"--run={name}"]
-    done = subprocess.run(
+    finished = subprocess.run(
         [
             *(*command, f"--results={tmp_path}", f"--work={tmp_path / 'work'}"),
             *("--predictions=50", "--training.steps=2", "--training.local_batch_size=4"),
@@ -227,12 +258,17 @@ def test_one_job(tmp_path, name):
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads((tmp_path / f"{name}.json").read_text())
-    assert result["experiment"] == name and result["step"] == 2
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    job = next(job for job in experiments.plan() if job.name == name)
+    (result,) = store.load(tmp_path, job.experiment)
+    expected = {"name": name, "attention": job.attention, "seed": job.seed, "steps": 2, **fields}
+    assert {key: result[key] for key in expected} == expected
     assert f"--run {name} --predictions=50 --training.steps=2" in result["command"]
+    assert f"--model.attention={job.attention}" in result["trainer"]
+    assert result["date"] and result["device"] and result["versions"]["torch"]
     assert all(score["predictions"] >= 50 for score in result["sets"].values())
-    assert result["training"]["steps"] == 2
-    for curve in ("loss_metrics/global_avg_loss", "validation_metrics/error"):
-        assert "1" in result["training"]["curves"][curve]
+    (line,) = store.load_curves(tmp_path, job.experiment)
+    steps = {name: group["steps"] for group in line["curves"] for name in group["values"]}
+    assert steps["loss_metrics/global_avg_loss"] == [1]  # and every 200th
+    assert steps["validation_metrics/error"] == [1, 2]
     assert not (tmp_path / "work" / name).exists()
