@@ -7,8 +7,8 @@ With p = exp(logits - lse), delta = rowsum(d_out * out) and everything in the fr
     dG_i = rowsum_i(ds) - colsum_i(ds)  of the running gate sum G
 
 Two passes, neither with atomics: one program per query chunk (dq, the gradient of the intra-chunk
-logits, row sums), one per key chunk (dk, dv, column sums). Levels come from the top down, so that dq and dk
-move along: with what came back from above, P the sibling's product,
+logits, row sums), one per key chunk (dk, dv, column sums). Levels come from the top down, so that
+dq and dk move along: with what came back from above, P the sibling's product,
 
     right block:  q+ = P q      dq = P^T dq+ + that of its keys          dP += dq+ q^T
     left block:   k+ = P^T k    dk = P dk+   + that of its queries       dP += k dk+^T
@@ -44,8 +44,8 @@ def row_kernel(
     stride_gt, stride_gh, T, HQ, num_chunks, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
-    """Computes bias = gate - lse in log2 units and delta = rowsum(out * d_out) of every row, side by side.
-    Past the end bias is -inf, so that such a row of a chunk gets probability zero.
+    """Computes bias = gate - lse in log2 units and delta = rowsum(out * d_out) of every row, side
+    by side. Past the end bias is -inf, so that such a row of a chunk gets probability zero.
     """
     m0, q_head = tl.program_id(0) * CHUNK, tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
@@ -79,8 +79,8 @@ def query_step(
     dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N: tl.constexpr,
     FULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes one tile of base-2 logits s [M, N], less log-sum-exp: adds to dq (without scale) and the row
-    sums of ds. FULL: the tile does not pass the end T.
+    """Takes one tile of base-2 logits s [M, N], less log-sum-exp: adds to dq (without scale) and
+    the row sums of ds. FULL: the tile does not pass the end T.
     """
     p = tl.math.exp2(s)
     if HAS_DOC:
@@ -101,7 +101,8 @@ def query_gradient(
     BLOCK_N: tl.constexpr, FULL: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dq (without scale) and to the row sums of ds those over the keys lo ... hi - 1: see `attend`.
+    """Adds to dq (without scale) and to the row sums of ds those over the keys lo ... hi - 1: see
+    `attend`.
 
     Unless STAGES is None, the loads of the next tile are issued before the second half of this
     one's work, at the loop's end otherwise: the compiler puts a branch (always taken) behind them.
@@ -136,9 +137,9 @@ def attention_dq_kernel(
     BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Computes dq of one query tile. It is that of q_start with reflections, of q without. `incoming` is
-    the gradient of the queries at the start of the segment. SPLIT: keys that every row sees have a
-    loop of their own, without a mask.
+    """Computes dq of one query tile. It is that of q_start with reflections, of q without.
+    `incoming` is the gradient of the queries at the start of the segment. SPLIT: keys that every
+    row sees have a loop of their own, without a mask.
     """
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
     q_head = tl.program_id(1)
@@ -246,8 +247,8 @@ def key_gradient(
     dk, dv, col_sum, s, v, q, d_out, delta, visible, MASKED: tl.constexpr,
     NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes one tile of transposed base-2 logits s [N, M], less log-sum-exp: adds to dk (without scale),
-    dv and the column sums of ds. MASKED: only `visible` pairs count.
+    """Takes one tile of transposed base-2 logits s [N, M], less log-sum-exp: adds to dk (without
+    scale), dv and the column sums of ds. MASKED: only `visible` pairs count.
     """
     p = tl.math.exp2(s)
     if MASKED:
@@ -269,8 +270,8 @@ def key_pass(
     BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Passes the query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL not;
-    query i is row i + shift of its source. Rows past the end have a bias of -inf. STAGES: see
+    """Passes the query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL
+    not; query i is row i + shift of its source. Rows past the end have a bias of -inf. STAGES: see
     `query_gradient`.
     """
     for m in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
@@ -307,9 +308,9 @@ def attention_dkdv_kernel(
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr,
     HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes dk and dv of one key tile over every query head of its group; logits are transposed, [CHUNK,
-    rows]. dk is that of k_end with reflections, of k without. `incoming` is the gradient of the
-    keys at the end of the segment.
+    """Computes dk and dv of one key tile over every query head of its group; logits are transposed,
+    [CHUNK, rows]. dk is that of k_end with reflections, of k without. `incoming` is the gradient of
+    the keys at the end of the segment.
     """
     n0 = tl.program_id(0) * CHUNK
     head = tl.program_id(1)

@@ -46,8 +46,8 @@ def softmax_step(acc, l_i, m_i, s, scale, row, v, HAS_DOC: tl.constexpr, PRECISI
 
 @triton.jit
 def gate_between(offset_ptr, first_key, gate_ref):
-    """Returns the gate sum of the whole spans from the one of first_key to the one that starts at gate_ref, or
-    zero where the sums have no offsets.
+    """Returns the gate sum of the whole spans from the one of first_key to the one that starts at
+    gate_ref, or zero where the sums have no offsets.
     """
     if offset_ptr is None:
         return 0.0
@@ -74,8 +74,8 @@ def attend(
     BLOCK_N: tl.constexpr, FULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds dense attention to the keys lo ... hi - 1, all visible but for documents; key j is row j +
-    shift of its source. FULL: no tile passes the end T.
+    """Adds dense attention to the keys lo ... hi - 1, all visible but for documents; key j is row j
+    + shift of its source. FULL: no tile passes the end T.
 
     The gate's offset is loaded a tile ahead by hand: the compiler's pipeline would put it into
     shared memory, 16 bytes too many for two programs on an SM at width 128.
@@ -127,7 +127,9 @@ def attention_forward_kernel(
     BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes output and natural log-sum-exp of a chunk. `scale` > 0 and the gate are in log2 units."""
+    """Computes output and natural log-sum-exp of a chunk. `scale` > 0 and the gate are in log2
+    units.
+    """
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
     q_head = tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ

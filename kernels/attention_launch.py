@@ -87,8 +87,8 @@ def forward(inputs: Operands, out: Tensor, ends: SegmentEnds | None = None) -> T
 
 @dataclass
 class Gradients:
-    """Holds what the backward writes: gradients [B, T, heads, ...] of the inputs, and the row and column
-    sums [B, HQ, T] of those of the logits if there is a gate.
+    """Holds what the backward writes: gradients [B, T, heads, ...] of the inputs, and the row and
+    column sums [B, HQ, T] of those of the logits if there is a gate.
     """
 
     q: Tensor

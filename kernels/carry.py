@@ -44,22 +44,25 @@ def upsweep_kernel(
 
 @triton.jit
 def query_moves(block, half, document, SEGMENT: tl.constexpr):
-    """Returns whether queries of a right block of `half` tokens attend to keys before its sibling, as all
-    of a segment do. Wherever they lie right once more above, that block begins with the sibling.
+    """Returns whether queries of a right block of `half` tokens attend to keys before its sibling,
+    as all of a segment do. Wherever they lie right once more above, that block begins with the
+    sibling.
     """
     return ((block - 1) * half > document) | SEGMENT
 
 
 @triton.jit
 def key_moves(block, half, reach, SEGMENT: tl.constexpr):
-    """Returns whether queries after the sibling of a left block of `half` tokens attend to its keys."""
+    """Returns whether queries after the sibling of a left block of `half` tokens attend to its
+    keys.
+    """
     return ((block + 2) * half < reach) | SEGMENT
 
 
 @triton.jit
 def crossed(start_ptr, b, first, half, T, HAS_DOC: tl.constexpr, SEGMENT: tl.constexpr):
-    """Returns whether anything moves by the product of the `half` tokens at `first`: one document holds the
-    tokens before and after them. That of the block's halves is read then, too.
+    """Returns whether anything moves by the product of the `half` tokens at `first`: one document
+    holds the tokens before and after them. That of the block's halves is read then, too.
     """
     after = first + half
     if SEGMENT:
@@ -76,10 +79,10 @@ def carry_rows(
     QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Stores QUERIES t at the start of their chunk, at every level where they lie right of a token from
-    `bound` on, or keys at its end, where they lie left of one before `bound`; with end_ptr also at
-    that end of the segment. Reflections and their products make no row longer: rows in units stay
-    within fp16's range at every level.
+    """Stores QUERIES t at the start of their chunk, at every level where they lie right of a token
+    from `bound` on, or keys at its end, where they lie left of one before `bound`; with end_ptr
+    also at that end of the segment. Reflections and their products make no row longer: rows in
+    units stay within fp16's range at every level.
     """
     t, size = unit_rows(t)
     row_base = 0

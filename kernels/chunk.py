@@ -45,8 +45,8 @@ def load_four(ptr):
 
 @triton.jit
 def invert_diagonal(n_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Computes (I + n)^-1 of the diagonal blocks of n [C, C], fp32, in place: a thread substitutes back in
-    one column x of the inverse, x_i = [i is the column's row] - sum of n_ij x_j over j > i.
+    """Computes (I + n)^-1 of the diagonal blocks of n [C, C], fp32, in place: a thread substitutes
+    back in one column x of the inverse, x_i = [i is the column's row] - sum of n_ij x_j over j > i.
     """
     column = tl.arange(0, 2 * CHUNK) % CHUNK
     block_ptr = n_ptr + column // BLOCK * (BLOCK * (CHUNK + 1))
@@ -78,7 +78,9 @@ def chunk_kernel(
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    """Computes M^-1 [C, C] of every chunk by blocked substitution, fp32, and P of the first num_blocks."""
+    """Computes M^-1 [C, C] of every chunk by blocked substitution, fp32, and P of the first
+    num_blocks.
+    """
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     w_ptr += b * stride_wb + h * stride_wh

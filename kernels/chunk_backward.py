@@ -69,8 +69,9 @@ def chunk_backward_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, HAS_PRODUCT: tl.constexpr,
     SLAB: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes dq, dk, dw, dbeta of one chunk. dq and dk hold those of q_start and k_end before, dw the part
-    that comes through P. d_low and neg_a: matrices of every query head of a group, or unused.
+    """Computes dq, dk, dw, dbeta of one chunk. dq and dk hold those of q_start and k_end before, dw
+    the part that comes through P. d_low and neg_a: matrices of every query head of a group, or
+    unused.
 
     C x C products load slabs of `_tiles`. What is expanded to the gradients comes by `_ptrs` to
     registers: it is added there, and descriptors would be waited for one after another.

@@ -13,9 +13,9 @@ import triton
 
 @dataclass(frozen=True)
 class Tiles:
-    """Parameters of a pass over attention tiles: `rows` stay, `stream` of the other side pass. With reflections a
-    chunk stays. The two passes of the backward share `rows`. `registers` of a thread at most.
-    `descriptors`: what passes comes by them, on cards that can (TMA), not by pointers.
+    """Parameters of a pass over attention tiles: `rows` stay, `stream` of the other side pass. With
+    reflections a chunk stays. The two passes of the backward share `rows`. `registers` of a thread
+    at most. `descriptors`: what passes comes by them, on cards that can (TMA), not by pointers.
     """
 
     stream: int
@@ -50,7 +50,8 @@ PRODUCT_ROWS = 2048
 
 
 def product_tiles(width: int, products: int) -> tuple[int, int]:
-    """Returns the side of the tiles in which `products` D x D matrices are made, and warps of one program.
+    """Returns the side of the tiles in which `products` D x D matrices are made, and warps of one
+    program.
 
     Whole ones read their factors once; 64 x 64 where there are too few to fill the SMs.
     """
@@ -117,8 +118,8 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 def needed_memory(dtype: torch.dtype, width: int, path: bool) -> int:
-    """Returns the KiB that forward and backward of heads padded to `width` take at least: fp16 has gradients
-    in fp32, and with reflections 64 rows stay, a chunk.
+    """Returns the KiB that forward and backward of heads padded to `width` take at least: fp16 has
+    gradients in fp32, and with reflections 64 rows stay, a chunk.
     """
     if dtype == torch.bfloat16:
         return SMALL
@@ -130,8 +131,8 @@ WIDE = Tiles(32, 8, 1, rows=32)
 
 
 def wide(dtype: torch.dtype, width: int) -> bool:
-    """Returns whether `WIDE` passes are needed without reflections, for heads padded to `width`. fp32 that stays
-    is kept split into tf32 terms: at 256 columns 384 KiB, 192 as WIDE.
+    """Returns whether `WIDE` passes are needed without reflections, for heads padded to `width`.
+    fp32 that stays is kept split into tf32 terms: at 256 columns 384 KiB, 192 as WIDE.
     """
     return width * dtype.itemsize > (512 if architecture().shared_memory >= LARGE else 256)
 
@@ -142,7 +143,8 @@ def _stages(width: int) -> int:
 
 
 def forward_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, documents: bool) -> Tiles:
-    """Returns the tiles of the forward pass for heads padded to `width`: a query tile stays, keys stream.
+    """Returns the tiles of the forward pass for heads padded to `width`: a query tile stays, keys
+    stream.
 
     Small tiles and 4 warps, so that two or three programs share an SM and one computes its softmax
     while another multiplies: 0.77 ms against 1.04 with 128 x 128 and 8 warps (heads of 64). Stages
@@ -161,7 +163,8 @@ def forward_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, docume
 
 
 def query_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, documents: bool) -> Tiles:
-    """Returns the tiles of the dq pass: a query tile stays, keys stream. Larger ones lose as in the others.
+    """Returns the tiles of the dq pass: a query tile stays, keys stream. Larger ones lose as in the
+    others.
 
     With reflections and a gate, without documents, heads of 64 fit 168 registers, three programs an
     SM: 1.80 ms, 2.05 with 208 (32/8 heads). With a gate pointers win: 1.82 ms, 2.00 by descriptors.
@@ -175,8 +178,8 @@ def query_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, document
 
 
 def key_tiles(dtype: torch.dtype, width: int, path: bool, gate: bool, documents: bool) -> Tiles:
-    """Returns the tiles of the dk, dv pass: a key tile stays, queries stream. 2.5 ms; 3.1 with 8 warps and
-    queries by 128.
+    """Returns the tiles of the dk, dv pass: a key tile stays, queries stream. 2.5 ms; 3.1 with 8
+    warps and queries by 128.
 
     With reflections alone heads of 64 fit 168 registers but for a few spills, three programs an SM:
     2.24 ms, 2.50 with 250 (32/8 heads); with a gate 2.83 and 2.77.
@@ -199,7 +202,8 @@ def early_loads(tile: Tiles) -> int | None:
 
 
 def contract_slabs(dtype: torch.dtype, width: int) -> tuple[int, int]:
-    """Returns the columns that the chunk backward takes at a time for its C x C products, and pipeline stages.
+    """Returns the columns that the chunk backward takes at a time for its C x C products, and
+    pipeline stages.
 
     On Hopper descriptors copy them past the registers: in slabs of 32 all are on their way before
     the first are multiplied, with one stage more than slabs (0.46 ms, 0.54 with all columns by

@@ -48,8 +48,8 @@ def _shared(q: Tensor, k: Tensor, v: Tensor, first_key: Tensor | None, rows: int
 
 
 def _padded_to_tiles(x: Tensor, rows: int, value: float = 0.0) -> Tensor:
-    """Returns a copy of x [..., T] with `value` up to the end of its last tile. Never x itself: that of one
-    head may have strides that no descriptor takes.
+    """Returns a copy of x [..., T] with `value` up to the end of its last tile. Never x itself:
+    that of one head may have strides that no descriptor takes.
     """
     whole = x.new_full((*x.shape[:-1], cdiv(x.shape[-1], rows) * rows), value)
     whole[..., : x.shape[-1]] = x

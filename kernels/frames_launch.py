@@ -39,8 +39,8 @@ class Frames:
 
 @dataclass
 class FrameGradients:
-    """Holds what the attention's backward leaves for the transform's, beside the gradients of q_start and
-    k_end where those of q and k will be.
+    """Holds what the attention's backward leaves for the transform's, beside the gradients of
+    q_start and k_end where those of q and k will be.
     """
 
     q_moved: Tensor  # [B, HQ, moved rows, BLOCK_D], of the levels' queries as moved by P
@@ -211,9 +211,9 @@ def _moved_arguments(x: Operands, frames: Frames, grads: FrameGradients) -> dict
 def _products_backward(
     x: Operands, frames: Frames, grads: FrameGradients, d_product: Tensor | None
 ) -> tuple[Tensor, Tensor, int]:
-    """Returns gradients [B * H, count, BLOCK_D, BLOCK_D] of the products of level 1 in fp32, the largest
-    entry of each in parts of 64 x 64, and their count; level by level from the top, where that of a
-    segment comes in.
+    """Returns gradients [B * H, count, BLOCK_D, BLOCK_D] of the products of level 1 in fp32, the
+    largest entry of each in parts of 64 x 64, and their count; level by level from the top, where
+    that of a segment comes in.
     """
     B, T, H, D = x.k.shape
     width, moving = x.width, levels.moving_levels(T, x.is_segment)
@@ -288,8 +288,8 @@ def frames_backward(
     d_beta: Tensor | None,
     d_product: Tensor | None,
 ) -> None:
-    """Goes from the gradients of frames, and of the product of a segment, to those of q, k, w, beta.
-    dq and dk come as those of q_start and k_end.
+    """Goes from the gradients of frames, and of the product of a segment, to those of q, k, w,
+    beta. dq and dk come as those of q_start and k_end.
     """
     x = x.without_documents() if x.is_segment else x
     B, T, H, _ = x.k.shape

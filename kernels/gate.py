@@ -121,7 +121,9 @@ def gate_gradient_kernel(row_sum_ptr, col_sum_ptr, total_ptr, d_log_gate_ptr, T,
 
 
 def running_sums(log_gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns gate [B, HQ, whole spans] in fp32, offset [B, HQ, spans] in fp64, of log_gate [B, T, HQ]."""
+    """Returns gate [B, HQ, whole spans] in fp32, offset [B, HQ, spans] in fp64, of log_gate [B, T,
+    HQ].
+    """
     B, T, HQ = log_gate.shape
     spans = cdiv(T, constants.GATE_SPAN)
     total, offset = log_gate.new_empty(2, B, HQ, spans, dtype=torch.float64)
@@ -143,8 +145,8 @@ def running_sums(log_gate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient(row_sum: Tensor, col_sum: Tensor) -> Tensor:
-    """Returns d(log_gate) [B, T, HQ] in fp32, from row_sum and col_sum [B, HQ, T] of the logits' gradient,
-    both contiguous.
+    """Returns d(log_gate) [B, T, HQ] in fp32, from row_sum and col_sum [B, HQ, T] of the logits'
+    gradient, both contiguous.
     """
     B, HQ, T = row_sum.shape
     spans = cdiv(T, constants.GATE_SPAN)

@@ -81,7 +81,9 @@ class Operands:
 
     @property
     def precision(self) -> str:
-        """Returns how the transform multiplies: see `products.dot`. Interpreted bf16 products are wrong."""
+        """Returns how the transform multiplies: see `products.dot`. Interpreted bf16 products are
+        wrong.
+        """
         if self.q.dtype == torch.float32:
             return "tf32x3" if triton.knobs.runtime.interpret else "fp32"
         return "fp16x3" if self.q.dtype == torch.float16 else "bf16x3"
@@ -114,8 +116,8 @@ class Operands:
 
 
 def readable(x: Tensor) -> Tensor:
-    """Returns x [B, T, heads, width], copied unless the kernels can read it: the last dimension contiguous,
-    all else in units of 16 bytes, the offset of every head in 32 bits.
+    """Returns x [B, T, heads, width], copied unless the kernels can read it: the last dimension
+    contiguous, all else in units of 16 bytes, the offset of every head in 32 bits.
     """
     unit = 16 // x.element_size()
     aligned = (
@@ -127,22 +129,24 @@ def readable(x: Tensor) -> Tensor:
 
 
 def readable_like(x: Tensor) -> Tensor:
-    """Returns an uninitialised tensor of the shape of x [B, T, heads, width], such that the kernels can read it."""
+    """Returns an uninitialised tensor of the shape of x [B, T, heads, width], such that the kernels
+    can read it.
+    """
     unit = 16 // x.element_size()
     return x.new_empty(*x.shape[:3], levels.cdiv(x.shape[3], unit) * unit)[..., : x.shape[3]]
 
 
 def with_offsets_in_32_bits(beta: Tensor) -> Tensor:
-    """Returns beta [B, T, H], copied unless 32 bits hold the offset of every token; of columns of a wide
-    tensor they may not.
+    """Returns beta [B, T, H], copied unless 32 bits hold the offset of every token; of columns of a
+    wide tensor they may not.
     """
     return beta if beta.stride(1) * beta.shape[1] < 2**31 else beta.contiguous()
 
 
 def in_gradient_dtype(x: Tensor) -> Tensor:
-    """Returns fp16 x in fp32, others as they are. fp16 inputs are differentiated in fp32 storage and products of three tf32 terms, which hold
-    fp16 values exactly: a mean loss over a million tokens has gradients of 1e-7, where fp16 has no
-    digits left.
+    """Returns fp16 x in fp32, others as they are. fp16 inputs are differentiated in fp32 storage
+    and products of three tf32 terms, which hold fp16 values exactly: a mean loss over a million
+    tokens has gradients of 1e-7, where fp16 has no digits left.
     """
     return x.float() if x.dtype == torch.float16 else x
 
@@ -197,8 +201,8 @@ def _key_groups(x: Operands, backward: bool) -> Iterator[tuple[slice, slice]]:
 
 
 def _even_parts(count: int, most: int) -> list[slice]:
-    """Returns 0 ... count - 1 in as few ranges of at most `most` as there can be, even ones, none longer
-    than the first: what held its scratch holds theirs.
+    """Returns 0 ... count - 1 in as few ranges of at most `most` as there can be, even ones, none
+    longer than the first: what held its scratch holds theirs.
     """
     parts = levels.cdiv(count, most)
     ends = [levels.cdiv(count * i, parts) for i in range(parts + 1)]
@@ -206,8 +210,8 @@ def _even_parts(count: int, most: int) -> list[slice]:
 
 
 def _scratch_bytes(x: Operands, backward: bool) -> int:
-    """Returns the bytes that one key/value head of a batch and its query heads take: the tensors of Frames, in
-    the backward those of FrameGradients, dX, and dP of the lowest levels.
+    """Returns the bytes that one key/value head of a batch and its query heads take: the tensors of
+    Frames, in the backward those of FrameGradients, dX, and dP of the lowest levels.
     """
     T, width, size = x.q.shape[1], x.width, x.q.element_size()
     row, matrix = width * size, levels.cdiv(T, CHUNK) * CHUNK**2
@@ -223,15 +227,15 @@ def _scratch_bytes(x: Operands, backward: bool) -> int:
 
 
 def with_positive_scale(k: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Returns k and scale of the same logits, with a scale > 0 in log2 units: the largest dot product of a
-    row is that of its largest logit.
+    """Returns k and scale of the same logits, with a scale > 0 in log2 units: the largest dot
+    product of a row is that of its largest logit.
     """
     return (k if scale >= 0 else -k), max(abs(scale) * LOG2_E, 1e-30)
 
 
 def streamed_keys(k: Tensor, v: Tensor, gate: Tensor | None, tile: config.Tiles) -> dict[str, Any]:
-    """Returns what passes by a query tile: of k [B, H, rows, D], v [B, T, H, DV] and the gates of keys [B,
-    HQ, whole tiles].
+    """Returns what passes by a query tile: of k [B, H, rows, D], v [B, T, H, DV] and the gates of
+    keys [B, HQ, whole tiles].
     """
     rows, descriptors = tile.stream, tile.descriptors
     return {

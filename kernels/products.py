@@ -95,7 +95,9 @@ def maybe_transposed(x, TRANSPOSE: tl.constexpr):
 def add_dot(
     acc, a, b, PRECISION: tl.constexpr, TRANS_A: tl.constexpr = False, TRANS_B: tl.constexpr = False
 ):
-    """Returns acc + a b as in `dot`. Transposed after the split, an operand is split and staged once."""
+    """Returns acc + a b as in `dot`. Transposed after the split, an operand is split and staged
+    once.
+    """
     if PRECISION == "tf32x3":
         return tl.dot(
             maybe_transposed(a, TRANS_A),
@@ -115,8 +117,8 @@ def add_dot(
 
 @triton.jit
 def exact_dot(a, b, PRECISION: tl.constexpr):
-    """Returns a b of fp32 tiles to fp32's precision. "bf16x6": three 16-bit terms of each, without Triton's
-    own care for infinities.
+    """Returns a b of fp32 tiles to fp32's precision. "bf16x6": three 16-bit terms of each, without
+    Triton's own care for infinities.
     """
     if PRECISION != "bf16x6":
         return tl.dot(a, b, input_precision=PRECISION)
@@ -130,9 +132,9 @@ def exact_dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def as_product(x):
-    """Returns fp32 x as the result of a product, to start a loop of products from. A loaded tile would be
-    carried through the loop in every layout that it is used in, and from zeros ptxas makes products
-    wait for each other.
+    """Returns fp32 x as the result of a product, to start a loop of products from. A loaded tile
+    would be carried through the loop in every layout that it is used in, and from zeros ptxas makes
+    products wait for each other.
     """
     left = tl.zeros([x.shape[0], 16], tl.float16)
     return tl.dot(left, tl.zeros([16, x.shape[1]], tl.float16), x)

@@ -57,8 +57,8 @@ def tile_pointers(ptr, first_row, stride, ROWS: tl.constexpr, COLS: tl.constexpr
 def tile_mask(
     first_row, limit, column, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Returns the mask of what exists of a tile: rows before `limit`, columns before WIDTH. `column`, the first one, is
-    a multiple of COLS less than WIDTH.
+    """Returns the mask of what exists of a tile: rows before `limit`, columns before WIDTH.
+    `column`, the first one, is a multiple of COLS less than WIDTH.
     """
     mask = (first_row + tl.arange(0, ROWS) < limit)[:, None]
     if WIDTH % COLS != 0:
@@ -71,8 +71,8 @@ def load_tile(
     ptr, first_row, stride, limit, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
     column=0,
 ):  # fmt: skip
-    """Loads the tile [ROWS, COLS] of rows first_row ... and columns `column` ...; zero from row `limit` and
-    from column WIDTH on.
+    """Loads the tile [ROWS, COLS] of rows first_row ... and columns `column` ...; zero from row
+    `limit` and from column WIDTH on.
     """
     mask = tile_mask(first_row, limit, column, ROWS, COLS, WIDTH)
     pointers = tile_pointers(ptr, first_row, stride, ROWS, COLS, column)
@@ -135,9 +135,9 @@ def head_pointer(pointers, b, head):
 
 @triton.jit
 def load_head_tile(source, b, head, row, limit, ROWS: tl.constexpr, COLS: tl.constexpr, column=0):
-    """Loads the tile [ROWS, COLS] of the rows row ... of a head and its columns from `column` on, a multiple
-    of COLS; zero past the last column and from row `limit` on, where the head ends. None: whole
-    rows that all exist.
+    """Loads the tile [ROWS, COLS] of the rows row ... of a head and its columns from `column` on, a
+    multiple of COLS; zero past the last column and from row `limit` on, where the head ends. None:
+    whole rows that all exist.
     """
     if isinstance(source, tl.tensor_descriptor):
         at = [tl.cast(b, tl.int32), tl.cast(head, tl.int32), tl.cast(row, tl.int32), column]
@@ -174,8 +174,8 @@ def row_source(x: Tensor, columns: int, *, descriptors: bool) -> Source:
 
 @triton.jit
 def load_head_row(source, b, head, first, COLS: tl.constexpr):
-    """Loads values [1, COLS] of a head. By pointers they are fetched twice: that is elements enough for
-    the compiler to copy each once; else every warp would fetch all of them.
+    """Loads values [1, COLS] of a head. By pointers they are fetched twice: that is elements enough
+    for the compiler to copy each once; else every warp would fetch all of them.
     """
     if isinstance(source, tl.tensor_descriptor):
         at = [tl.cast(b, tl.int32), tl.cast(head, tl.int32), first]

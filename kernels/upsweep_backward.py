@@ -31,8 +31,8 @@ def moved_outer(
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     HAS_DOC: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Returns ROWS x COLS of a block's dP from tokens lo ... hi - 1 of the sibling that P moved: queries of
-    every head of the group, or keys.
+    """Returns ROWS x COLS of a block's dP from tokens lo ... hi - 1 of the sibling that P moved:
+    queries of every head of the group, or keys.
     """
     lo = tl.cast(lo, tl.int32)
     b = head // H
@@ -77,8 +77,8 @@ def add_parent(
     acc, parent_ptr, size_ptr, product_ptr, num_parents, total_blocks, block_base, block, head,
     r0, c0, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Returns acc + ROWS x COLS of what comes back from the parent's dP, fp32, of entries up to those at
-    size_ptr.
+    """Returns acc + ROWS x COLS of what comes back from the parent's dP, fp32, of entries up to
+    those at size_ptr.
     """
     SIZE: tl.constexpr = BLOCK_D * BLOCK_D
     SLAB: tl.constexpr = min(64, BLOCK_D)
@@ -135,7 +135,9 @@ def upsweep_backward_kernel(
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     PARTIAL: tl.constexpr, HAS_DOC: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes TILE x TILE of one level's dP: from what P moved, and from the product of its parent."""
+    """Computes TILE x TILE of one level's dP: from what P moved, and from the product of its
+    parent.
+    """
     block, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     r0, c0 = tile // (BLOCK_D // TILE) * TILE, tile % (BLOCK_D // TILE) * TILE
     SIZE: tl.constexpr = BLOCK_D * BLOCK_D
@@ -177,8 +179,8 @@ def chunk_product_backward_kernel(
     moved_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes the parts of -dX (fp32) and dW that come through the chunk's product P. Where products are
-    stored in fp16 dP is taken to 11 bits, as they are; W to 2^-25 in fp16.
+    """Computes the parts of -dX (fp32) and dW that come through the chunk's product P. Where
+    products are stored in fp16 dP is taken to 11 bits, as they are; W to 2^-25 in fp16.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
