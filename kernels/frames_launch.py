@@ -191,7 +191,7 @@ def _make_products(x: Operands, frames: Frames) -> None:
 
 
 def _moved_arguments(x: Operands, frames: Frames, grads: FrameGradients) -> dict[str, Any]:
-    """Returns the arguments with what P moved at every level, and the gradients of what came out."""
+    """Returns as arguments what P moved at every level, and the gradients of what came out."""
     T = x.q.shape[1]
     return {
         "q_levels_ptr": frames.q_levels,

@@ -15,7 +15,7 @@ from .constants import CHUNK
 
 
 def cdiv(count: int, size: int) -> int:
-    """Returns how many of `size` hold `count`. Triton's own takes a tenth of a launch on the host."""
+    """Returns count / size, rounded up. Triton's own takes a tenth of a launch on the host."""
     return -(-count // size)
 
 
@@ -41,7 +41,7 @@ def total_rows(seq_len: int) -> int:
 
 
 def moving_levels(seq_len: int, segment: bool) -> range:
-    """Returns the levels whose tiles move on: all but the top, which moves a segment to its ends."""
+    """Returns the levels whose tiles move on: not the top, unless it moves a segment to its ends."""
     return range(num_levels(seq_len) - (not segment))
 
 

@@ -112,7 +112,7 @@ def product_gradient_kernel(
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
     HAS_DOC: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes partial sums of one level's dP, SPLIT tokens each: long blocks alone leave SMs idle."""
+    """Sums one level's dP in parts of SPLIT tokens each: long blocks alone leave SMs idle."""
     block, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     head, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
     r0, c0 = tile // (BLOCK_D // TILE) * TILE, tile % (BLOCK_D // TILE) * TILE
