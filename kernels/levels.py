@@ -41,7 +41,7 @@ def total_rows(seq_len: int) -> int:
 
 
 def moving_levels(seq_len: int, segment: bool) -> range:
-    """Returns the levels whose tiles move on: not the top, unless it moves a segment to its ends."""
+    """Returns the levels whose tiles move on: not the top, but to move a segment to its ends."""
     return range(num_levels(seq_len) - (not segment))
 
 

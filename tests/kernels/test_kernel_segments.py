@@ -23,9 +23,9 @@ from kernel_checks import (
 )
 from torch import Tensor
 
+from path_backend import eager
 from path_backend.arguments import CrossSegment, SegmentEnds
 from path_backend.context_parallel.layout import Layout
-from path_backend.eager import segments as eager
 from path_backend.reference import path_attention_reference
 from path_backend.testing import as_leaves, assert_exact, run
 
@@ -104,10 +104,14 @@ def run_segment(backend, inputs, given):
     return {name: x for name, x in results.items() if x is not None}
 
 
+def exactly(given):
+    """The same in fp64."""
+    return Arriving(*map(double, given[:3]), SegmentEnds(*map(double, given.d_ends)))
+
+
 def check_segment(inputs, slack=1):
     given = arriving(inputs)
-    exactly = Arriving(*map(double, given[:3]), SegmentEnds(*map(double, given.d_ends)))
-    exact = run_segment(eager, inputs.map_floating(torch.Tensor.double), exactly)
+    exact = run_segment(eager, inputs.map_floating(torch.Tensor.double), exactly(given))
     compare(run_segment(backend, inputs, given), exact, inputs.q.dtype, slack)
 
 
@@ -181,8 +185,10 @@ def test_layouts_of_segments(layout):
     """Catches strides of another tensor, also in what arrives from other segments."""
     inputs = segment(130, B=2, D=24, DV=16, gate=True, documents=True)
     given = arriving(inputs)
-    exact = run_segment(segments, inputs.map_floating(double), Arriving(*map(double, given)))
-    moved = Arriving(*(x if x is given.lse else LAYOUTS[layout](x) for x in given))
+    exact = run_segment(eager, inputs.map_floating(torch.Tensor.double), exactly(given))
+    move = LAYOUTS[layout]
+    d_ends = SegmentEnds(*map(move, given.d_ends))
+    moved = Arriving(move(given.d_out), move(given.out), given.lse, d_ends)
     compare(run_segment(backend, inputs.map_floating(LAYOUTS[layout]), moved), exact, torch.float32)
 
 
@@ -431,7 +437,7 @@ def one_at_a_time(backend):
 @pytest.mark.parametrize("layout", [Layout.contiguous(2, 100), Layout.head_tail(2, 70)])
 def test_segments_and_pairs_are_the_whole_sequence(layout, kind):
     """Catches a frame, unit or sign in which the kernels differ from what joins them."""
-    inputs = segment(layout.pieces * layout.length, **KINDS[kind])
+    inputs = segment(layout.segments * layout.length, **KINDS[kind])
     d_out = draw(*inputs.q.shape[:3], inputs.v.shape[3], seed=1)
     actual = simulate(inputs, d_out, layout, "allgather", one_at_a_time(backend))
     exact = run(path_attention_reference, as_leaves(inputs, torch.float64), d_out)
@@ -480,14 +486,14 @@ def test_lengths_compile_nothing_new(compilations):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("D", [128, 64])
 def test_real_segments(D, kind, T):
-    """Catches what needs many tiles: a tree cut off at the edge, reductions in parts."""
+    """Catches what needs many tiles: an upsweep cut off at the edge, reductions in parts."""
     # The limits are those of T = 4096; at 6144 out was seen to pass its own by 2 %.
     check_segment(segment(T, torch.bfloat16, D=D, **KINDS[kind]), slack=1.2 if T > 4096 else 1)
 
 
 @pytest.mark.gpu
 def test_real_gradients_of_segments_are_linear():
-    """Catches what only the kernels of 16-bit inputs round: test_gradients_of_segments_are_linear."""
+    """Catches what only kernels of 16-bit inputs round: test_gradients_of_segments_are_linear."""
     assert_gradients_are_linear(segment(330, torch.bfloat16, D=64, **KINDS["path_fox"]))
 
 
