@@ -1,4 +1,4 @@
-"""Gradients of the attention over the dyadic squares.
+"""Gradients of the attention over the off-diagonal blocks of the dyadic levels.
 
 With p = exp(logits - lse), delta = rowsum(d_out * out) and everything in the frame of its level:
 
@@ -6,15 +6,15 @@ With p = exp(logits - lse), delta = rowsum(d_out * out) and everything in the fr
     dv = p^T d_out                      dq = scale ds k         dk = scale ds^T q
     dG_i = rowsum_i(ds) - colsum_i(ds)  of the running gate sum G
 
-Two passes, neither with atomics: one program per query chunk (dq, the gradient of the local logits,
-row sums), one per key chunk (dk, dv, column sums). Levels come from the top down, so that dq and dk
-move along: with what came back from above, P the sibling's product,
+Two passes, neither with atomics: one program per query chunk (dq, the gradient of the intra-chunk
+logits, row sums), one per key chunk (dk, dv, column sums). Levels come from the top down, so that
+dq and dk move along: with what came back from above, P the sibling's product,
 
-    right block:  q+ = P q      dq = P^T dq+ + that of its square        dP += dq+ q^T
-    left block:   k+ = P^T k    dk = P dk+   + that of its square        dP += k dk+^T
+    right block:  q+ = P q      dq = P^T dq+ + that of its keys          dP += dq+ q^T
+    left block:   k+ = P^T k    dk = P dk+   + that of its queries       dP += k dk+^T
 
 dq+ and dk+ are kept for dP; at the end dq and dk are the gradients of q_start and k_end. Nothing
-comes from above the last level, but to a piece of a longer sequence: from the other pieces.
+comes from above the last level, but to a segment of a longer sequence: from the other segments.
 """
 
 import triton
@@ -22,19 +22,18 @@ import triton.language as tl
 
 from .attention_forward import diagonal_logits, gate_between, seen_from
 from .carry import key_moves, query_moves
+from .levels import blocks_of_level, rows_of_level
+from .products import as_product, move
 from .tiles import (
     GATE_SPAN,
-    as_product,
-    blocks_of_level,
-    fetch,
-    fetch_row,
-    fetch_square,
+    LOG2_E,
     gate_rows,
     kernel,
     load_full_tile,
+    load_head_row,
+    load_head_tile,
+    load_product,
     load_tile,
-    move,
-    rows_of_level,
     store_tile,
 )
 
@@ -45,8 +44,8 @@ def row_kernel(
     stride_gt, stride_gh, T, HQ, num_chunks, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
-    """bias = gate - lse in log2 units and delta = rowsum(out * d_out) of every row, side by side.
-    Past the end bias is -inf, so that such a row of a chunk gets probability zero.
+    """Computes bias = gate - lse in log2 units and delta = rowsum(out * d_out) of every row, side
+    by side. Past the end bias is -inf, so that such a row of a chunk gets probability zero.
     """
     m0, q_head = tl.program_id(0) * CHUNK, tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
@@ -58,7 +57,7 @@ def row_kernel(
     rows = m0 + tl.arange(0, CHUNK)
     q_head = q_head.to(tl.int64)
     lse = tl.load(lse_ptr + q_head * T + rows, mask=rows < T, other=float("inf"))
-    bias = lse * -1.4426950408889634
+    bias = lse * -LOG2_E
     if HAS_GATE:
         bias += tl.load(gate_ptr + q_head * gate_rows(T) + rows, mask=rows < T, other=0.0)
     rows_ptr += q_head * num_chunks * CHUNK * 2
@@ -68,7 +67,7 @@ def row_kernel(
 
 @triton.jit
 def load_rows(rows_ptr, first, ROWS: tl.constexpr):
-    """bias and delta of consecutive query rows. Side by side they are elements enough for the
+    """Loads bias and delta of consecutive query rows. Side by side they are elements enough for the
     compiler to copy each once; alone, every warp would fetch all of them.
     """
     pair = tl.load(rows_ptr + (first + tl.arange(0, ROWS))[:, None] * 2 + tl.arange(0, 2)[None, :])
@@ -78,15 +77,15 @@ def load_rows(rows_ptr, first, ROWS: tl.constexpr):
 @triton.jit
 def query_step(
     dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N: tl.constexpr,
-    WHOLE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of base-2 logits s [M, N], less log-sum-exp: adds to dq (without scale) and the row
-    sums of ds. WHOLE: the tile does not pass the end T.
+    """Takes one tile of base-2 logits s [M, N], less log-sum-exp: adds to dq (without scale) and
+    the row sums of ds. FULL: the tile does not pass the end T.
     """
     p = tl.math.exp2(s)
     if HAS_DOC:
         p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], p, 0.0)
-    if not WHOLE:
+    if not FULL:
         p = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], p, 0.0)
     ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     if HAS_GATE:
@@ -99,27 +98,28 @@ def query_step(
 def query_gradient(
     dq, row_sum, q, d_out, bias, delta, k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq, shift,
     lo, hi, gate_ref, first_key, T, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_N: tl.constexpr, FULL: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq (without scale) and row sums of ds over the keys lo ... hi - 1: see `attend`.
+    """Adds to dq (without scale) and to the row sums of ds those over the keys lo ... hi - 1: see
+    `attend`.
 
     Unless STAGES is None, the loads of the next tile are issued before the second half of this
     one's work, at the loop's end otherwise: the compiler puts a branch (always taken) behind them.
     """
-    limit = None if WHOLE else T
+    limit = None if FULL else T
     for start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
-        k = fetch(k_tiles, b, h, start + shift, limit, BLOCK_N, BLOCK_D)
-        v = fetch(v_tiles, b, h, start, limit, BLOCK_N, BLOCK_DV)
+        k = load_head_tile(k_tiles, b, h, start + shift, limit, BLOCK_N, BLOCK_D)
+        v = load_head_tile(v_tiles, b, h, start, limit, BLOCK_N, BLOCK_DV)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
             between = gate_between(offset_ptr, start, gate_ref)
-            s += (bias + between)[:, None] - fetch_row(gate_tiles, b, hq, start, BLOCK_N)
+            s += (bias + between)[:, None] - load_head_row(gate_tiles, b, hq, start, BLOCK_N)
         else:
             s += bias[:, None]
         if STAGES is None or start < hi:
             dq, row_sum = query_step(
-                dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N, WHOLE, HAS_GATE,
+                dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N, FULL, HAS_GATE,
                 HAS_DOC, PRECISION,
             )  # fmt: skip
     return dq, row_sum
@@ -127,9 +127,9 @@ def query_gradient(
 
 @kernel
 def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_tiles, v_tiles, local_ptr, product_tiles, gate_ptr,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_tiles, v_tiles, intra_ptr, product_tiles, gate_ptr,
     gate_tiles, offset_ptr, start_ptr, rows_ptr, d_out_ptr, incoming_ptr, dq_ptr, dq_moved_ptr,
-    d_local_ptr, row_sum_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    d_intra_ptr, row_sum_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_eb, stride_et,
     stride_eh, stride_dqb, stride_dqt, stride_dqh, T, HQ, num_chunks, num_levels, total_rows,
     moved_rows, total_blocks, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -137,9 +137,9 @@ def attention_dq_kernel(
     BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Pass of one query tile. dq is that of q_start with reflections, of q without. `incoming` is
-    the gradient of the queries at the start of the piece. SPLIT: keys that every row sees have a
-    loop of their own, without a mask.
+    """Computes dq of one query tile. It is that of q_start with reflections, of q without.
+    `incoming` is the gradient of the queries at the start of the segment. SPLIT: keys that every
+    row sees have a loop of their own, without a mask.
     """
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
     q_head = tl.program_id(1)
@@ -152,11 +152,11 @@ def attention_dq_kernel(
     d_out_ptr += b * stride_gb + hq * stride_gh
     q_levels_ptr += q_head * total_rows * BLOCK_D
     dq_moved_ptr += q_head * moved_rows * BLOCK_D
-    local_ptr += q_head * num_chunks * CHUNK * CHUNK
-    d_local_ptr += q_head * num_chunks * CHUNK * CHUNK
+    intra_ptr += q_head * num_chunks * CHUNK * CHUNK
+    d_intra_ptr += q_head * num_chunks * CHUNK * CHUNK
     gate_ptr += q_head * gate_rows(T)
     offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
-    logit_scale = scale * 1.4426950408889634
+    logit_scale = scale * LOG2_E
 
     row = tl.arange(0, CHUNK)
     rows = m0 + row
@@ -175,7 +175,7 @@ def attention_dq_kernel(
     row_sum = tl.zeros([CHUNK], tl.float32)
     q = load_tile(q_ptr, m0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
     s = diagonal_logits(
-        q, k_ptr, local_ptr, m0, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK, HAS_PATH, PRECISION
+        q, k_ptr, intra_ptr, m0, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK, HAS_PATH, PRECISION
     )  # fmt: skip
     s = s * logit_scale + bias[:, None]
     if HAS_GATE:
@@ -190,9 +190,9 @@ def attention_dq_kernel(
         row_sum += tl.sum(ds, 1)
 
     if HAS_PATH:
-        store_tile(d_local_ptr, m0, CHUNK, m0 + CHUNK, ds * scale, CHUNK, CHUNK, CHUNK)
-        PIECE: tl.constexpr = incoming_ptr is not None
-        if PIECE:
+        store_tile(d_intra_ptr, m0, CHUNK, m0 + CHUNK, ds * scale, CHUNK, CHUNK, CHUNK)
+        SEGMENT: tl.constexpr = incoming_ptr is not None
+        if SEGMENT:
             incoming_ptr += b * stride_eb + hq * stride_eh
             incoming = load_tile(incoming_ptr, m0, stride_et, T, CHUNK, BLOCK_D, HEAD_DIM)
             dq = as_product(incoming.to(tl.float32) / scale)
@@ -204,15 +204,15 @@ def attention_dq_kernel(
             block = (m0 // CHUNK) >> level
             row_base -= rows_of_level(T, level, CHUNK)
             block_base -= blocks_of_level(T, level, CHUNK)
-            if (block % 2 == 1) & ((block * half > document) | PIECE):
+            if (block % 2 == 1) & ((block * half > document) | SEGMENT):
                 left = (block - 1) * half
                 here = row_base + left // 2 + m0 - block * half
                 q_here = load_full_tile(q_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
-                if query_moves(block, half, document, PIECE):
+                if query_moves(block, half, document, SEGMENT):
                     store_tile(
                         dq_moved_ptr, here, BLOCK_D, moved_rows, dq * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
-                    product = fetch_square(product_tiles, b, h, block_base + block - 1, BLOCK_D)
+                    product = load_product(product_tiles, b, h, block_base + block - 1, BLOCK_D)
                     dq = move(dq, product, False, MOVE)
                 shift = row_base - left // 2
                 lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
@@ -247,8 +247,8 @@ def key_gradient(
     dk, dv, col_sum, s, v, q, d_out, delta, visible, MASKED: tl.constexpr,
     NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of transposed base-2 logits s [N, M], less log-sum-exp: adds to dk (without scale),
-    dv and the column sums of ds. MASKED: only `visible` pairs count.
+    """Takes one tile of transposed base-2 logits s [N, M], less log-sum-exp: adds to dk (without
+    scale), dv and the column sums of ds. MASKED: only `visible` pairs count.
     """
     p = tl.math.exp2(s)
     if MASKED:
@@ -270,14 +270,14 @@ def key_pass(
     BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL not;
-    query i is row i + shift of its source. Rows past the end have a bias of -inf. STAGES: see
+    """Passes the query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL
+    not; query i is row i + shift of its source. Rows past the end have a bias of -inf. STAGES: see
     `query_gradient`.
     """
     for m in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
         rows = m + tl.arange(0, BLOCK_M)
-        q = fetch(q_tiles, b, q_head, m + shift, T + shift, BLOCK_M, BLOCK_D)
-        d_out = fetch(d_out_tiles, b, q_head, m, T, BLOCK_M, BLOCK_DV)
+        q = load_head_tile(q_tiles, b, q_head, m + shift, T + shift, BLOCK_M, BLOCK_D)
+        d_out = load_head_tile(d_out_tiles, b, q_head, m, T, BLOCK_M, BLOCK_DV)
         bias, delta = load_rows(rows_ptr, m, BLOCK_M)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias[None, :]
         if HAS_GATE:
@@ -298,7 +298,7 @@ def key_pass(
 
 @kernel
 def attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, q_tiles, d_out_tiles, k_levels_ptr, local_ptr, product_tiles, gate_ptr,
+    q_ptr, k_ptr, v_ptr, q_tiles, d_out_tiles, k_levels_ptr, intra_ptr, product_tiles, gate_ptr,
     offset_ptr, start_ptr, end_ptr, rows_ptr, d_out_ptr, incoming_ptr, dk_ptr, dv_ptr, dk_moved_ptr,
     col_sum_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
     stride_vt, stride_vh, stride_gb, stride_gt: tl.constexpr, stride_gh, stride_eb, stride_et,
@@ -308,9 +308,9 @@ def attention_dkdv_kernel(
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr,
     HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, MOVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pass of one key tile over every query head of its group; logits are transposed, [CHUNK,
-    rows]. dk is that of k_end with reflections, of k without. `incoming` is the gradient of the
-    keys at the end of the piece.
+    """Computes dk and dv of one key tile over every query head of its group; logits are transposed,
+    [CHUNK, rows]. dk is that of k_end with reflections, of k without. `incoming` is the gradient of
+    the keys at the end of the segment.
     """
     n0 = tl.program_id(0) * CHUNK
     head = tl.program_id(1)
@@ -325,14 +325,14 @@ def attention_dkdv_kernel(
     d_out_ptr += b * stride_gb + h * GROUP * stride_gh
     k_levels_ptr += head * total_rows * BLOCK_D
     dk_moved_ptr += head * moved_rows * BLOCK_D
-    local_ptr += q_head * num_chunks * CHUNK * CHUNK
+    intra_ptr += q_head * num_chunks * CHUNK * CHUNK
     rows_ptr += q_head * num_chunks * CHUNK * 2
     spans = tl.cdiv(T, GATE_SPAN)
     gate_ptr += q_head * gate_rows(T)
     offset_ptr += q_head * spans
     col_sum_ptr += q_head * T
     start_ptr += b * T
-    logit_scale = scale * 1.4426950408889634
+    logit_scale = scale * LOG2_E
 
     key = tl.arange(0, CHUNK)
     keys = n0 + key
@@ -354,9 +354,9 @@ def attention_dkdv_kernel(
             gate_k = tl.load(gate_ptr + g * spans * GATE_SPAN + keys, mask=keys < T, other=0.0)
         group_rows_ptr = rows_ptr + g * num_chunks * CHUNK * 2
         if HAS_PATH:
-            # the local logits' dk is the chunk backward's
+            # the intra-chunk logits' dk is the chunk backward's
             first = (g * num_chunks * CHUNK + n0).to(tl.int64) * CHUNK
-            s = tl.load(local_ptr + first + key[None, :] * CHUNK + key[:, None])
+            s = tl.load(intra_ptr + first + key[None, :] * CHUNK + key[:, None])
             bias, delta = load_rows(group_rows_ptr, n0, CHUNK)
             s = s * logit_scale + bias[None, :]
             if HAS_GATE:
@@ -384,8 +384,8 @@ def attention_dkdv_kernel(
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
 
     if HAS_PATH:
-        PIECE: tl.constexpr = incoming_ptr is not None
-        if PIECE:
+        SEGMENT: tl.constexpr = incoming_ptr is not None
+        if SEGMENT:
             incoming_ptr += b * stride_eb + h * stride_eh
             incoming = load_tile(incoming_ptr, n0, stride_et, T, CHUNK, BLOCK_D, HEAD_DIM)
             dk = as_product(incoming.to(tl.float32) / scale)
@@ -398,14 +398,14 @@ def attention_dkdv_kernel(
             right = (block + 1) * half
             row_base -= rows_of_level(T, level, CHUNK)
             block_base -= blocks_of_level(T, level, CHUNK)
-            if (block % 2 == 0) & (right < (T if PIECE else reach)):
+            if (block % 2 == 0) & (right < (T if SEGMENT else reach)):
                 here = row_base + (right - half) // 2 + n0 - block * half
                 k_here = load_full_tile(k_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
-                if key_moves(block, half, reach, PIECE):
+                if key_moves(block, half, reach, SEGMENT):
                     store_tile(
                         dk_moved_ptr, here, BLOCK_D, moved_rows, dk * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
-                    product = fetch_square(product_tiles, b, h, block_base + block + 1, BLOCK_D)
+                    product = load_product(product_tiles, b, h, block_base + block + 1, BLOCK_D)
                     dk = move(dk, product, True, MOVE)
                 shift = row_base + (right - half) // 2 - right
                 for g in tl.range(GROUP, num_stages=1):

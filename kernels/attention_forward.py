@@ -1,8 +1,8 @@
-"""Softmax attention over the dyadic squares: FlashAttention whose q and k change frame between
-levels.
+"""Softmax attention over the off-diagonal blocks of the dyadic levels: FlashAttention whose q and k
+change frame between levels.
 
 A program owns the queries of one chunk of one head. The diagonal tile takes its logits from the
-chunk's local logits; every level at which the chunk lies in a right block adds plain dense
+intra-chunk logits; every level at which the chunk lies in a right block adds plain dense
 attention to the left sibling's keys. Without reflections the same passes run over the original q
 and k.
 
@@ -14,15 +14,16 @@ position: to 2^-24 of what one span forgets.
 import triton
 import triton.language as tl
 
+from .levels import rows_of_level
 from .tiles import (
     GATE_SPAN,
-    fetch,
-    fetch_row,
+    LN_2,
     gate_rows,
     kernel,
     load_full_tile,
+    load_head_row,
+    load_head_tile,
     load_tile,
-    rows_of_level,
     store_tile,
     tile_pointers,
 )
@@ -30,7 +31,7 @@ from .tiles import (
 
 @triton.jit
 def softmax_step(acc, l_i, m_i, s, scale, row, v, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr):
-    """Merge one tile of base-2 logits s scale + row [M, N] and values v [N, DV] into the running
+    """Merges one tile of base-2 logits s scale + row [M, N] and values v [N, DV] into the running
     softmax. The scale, not negative, is left to one FMA with the row's part.
     """
     m_new = tl.maximum(m_i, tl.max(s, 1) * scale + row)
@@ -45,8 +46,8 @@ def softmax_step(acc, l_i, m_i, s, scale, row, v, HAS_DOC: tl.constexpr, PRECISI
 
 @triton.jit
 def gate_between(offset_ptr, first_key, gate_ref):
-    """Gate sum of the whole spans from the one of first_key to the one that starts at gate_ref, or
-    zero where the sums have no offsets.
+    """Returns the gate sum of the whole spans from the one of first_key to the one that starts at
+    gate_ref, or zero where the sums have no offsets.
     """
     if offset_ptr is None:
         return 0.0
@@ -56,8 +57,8 @@ def gate_between(offset_ptr, first_key, gate_ref):
 
 @triton.jit
 def seen_from(last_document, lo, hi, BLOCK_N: tl.constexpr, HAS_DOC: tl.constexpr):
-    """From which tile of the keys lo ... hi - 1 on queries of documents that begin at last_document
-    or before see all of them.
+    """Returns from which tile of the keys lo ... hi - 1 on queries of documents that begin at
+    last_document or before see all of them.
     """
     if HAS_DOC:
         first = tl.cdiv(last_document, BLOCK_N) * BLOCK_N
@@ -70,32 +71,32 @@ def seen_from(last_document, lo, hi, BLOCK_N: tl.constexpr, HAS_DOC: tl.constexp
 def attend(
     acc, l_i, m_i, q, k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq, shift, lo, hi, gate_q,
     gate_ref, first_key, T, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    BLOCK_N: tl.constexpr, FULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Dense attention to the keys lo ... hi - 1, all visible but for documents; key j is row j +
-    shift of its source. WHOLE: no tile passes the end T.
+    """Adds dense attention to the keys lo ... hi - 1, all visible but for documents; key j is row j
+    + shift of its source. FULL: no tile passes the end T.
 
     The gate's offset is loaded a tile ahead by hand: the compiler's pipeline would put it into
     shared memory, 16 bytes too many for two programs on an SM at width 128.
     """
     between = gate_between(offset_ptr, lo, gate_ref) if HAS_GATE else 0.0
-    limit = None if WHOLE else T
+    limit = None if FULL else T
     for start in range(lo, hi, BLOCK_N):
-        k = fetch(k_tiles, b, h, start + shift, limit, BLOCK_N, BLOCK_D)
+        k = load_head_tile(k_tiles, b, h, start + shift, limit, BLOCK_N, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         row = gate_q
         if HAS_GATE:
-            s = s * scale - fetch_row(gate_tiles, b, hq, start, BLOCK_N)
+            s = s * scale - load_head_row(gate_tiles, b, hq, start, BLOCK_N)
             row = gate_q + between
             between = gate_between(offset_ptr, start + BLOCK_N, gate_ref)
         if HAS_DOC:
             s = tl.where(
                 start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], s, float("-inf")
             )
-        if not WHOLE:
+        if not FULL:
             s = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], s, float("-inf"))
-        v = fetch(v_tiles, b, h, start, limit, BLOCK_N, BLOCK_DV)
+        v = load_head_tile(v_tiles, b, h, start, limit, BLOCK_N, BLOCK_DV)
         acc, l_i, m_i = softmax_step(
             acc, l_i, m_i, s, 1.0 if HAS_GATE else scale, row if HAS_GATE else 0.0, v, HAS_DOC,
             PRECISION,
@@ -105,12 +106,12 @@ def attend(
 
 @triton.jit
 def diagonal_logits(
-    q, k_ptr, local_ptr, m0, stride_kt, T, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, k_ptr, intra_ptr, m0, stride_kt, T, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr, HAS_PATH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Unscaled logits of a chunk with itself; not yet masked."""
+    """Returns the unscaled logits of a chunk with itself; not yet masked."""
     if HAS_PATH:
-        return tl.load(tile_pointers(local_ptr, m0, CHUNK, CHUNK, CHUNK))
+        return tl.load(tile_pointers(intra_ptr, m0, CHUNK, CHUNK, CHUNK))
     else:
         k = load_tile(k_ptr, m0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
         return tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -118,7 +119,7 @@ def diagonal_logits(
 
 @kernel
 def attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_tiles, v_tiles, local_ptr, gate_ptr, gate_tiles,
+    q_ptr, k_ptr, v_ptr, q_levels_ptr, k_tiles, v_tiles, intra_ptr, gate_ptr, gate_tiles,
     offset_ptr, start_ptr, out_ptr, lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt,
     stride_kh, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, T, HQ, num_chunks,
     num_levels, total_rows, scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -126,7 +127,9 @@ def attention_forward_kernel(
     BLOCK_N: tl.constexpr, HAS_PATH: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output and natural log-sum-exp of a chunk. `scale` > 0 and the gate are in log2 units."""
+    """Computes output and natural log-sum-exp of a chunk. `scale` > 0 and the gate are in log2
+    units.
+    """
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
     q_head = tl.program_id(1)
     b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
@@ -136,7 +139,7 @@ def attention_forward_kernel(
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
     q_levels_ptr += q_head * total_rows * BLOCK_D
-    local_ptr += q_head * num_chunks * CHUNK * CHUNK
+    intra_ptr += q_head * num_chunks * CHUNK * CHUNK
     gate_ptr += q_head * gate_rows(T)
     offset_ptr += q_head * tl.cdiv(T, GATE_SPAN)
 
@@ -159,7 +162,7 @@ def attention_forward_kernel(
     m_i = tl.full([CHUNK], float("-inf"), tl.float32)
     q = load_tile(q_ptr, m0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
     s = diagonal_logits(
-        q, k_ptr, local_ptr, m0, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK, HAS_PATH, PRECISION
+        q, k_ptr, intra_ptr, m0, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK, HAS_PATH, PRECISION
     )  # fmt: skip
     if HAS_GATE:
         s = s * scale - gate_q[None, :]
@@ -204,5 +207,5 @@ def attention_forward_kernel(
     out_ptr += b * stride_ob + hq * stride_oh
     out = acc / l_i[:, None]
     store_tile(out_ptr, m0, stride_ot, T, out, CHUNK, BLOCK_DV, HEAD_DIM_V)
-    lse = (m_i + tl.math.log2(l_i)) * 0.6931471805599453
+    lse = (m_i + tl.math.log2(l_i)) * LN_2
     tl.store(lse_ptr + q_head * T + rows, lse, mask=rows < T)

@@ -1,4 +1,4 @@
-"""Launchers of the attention over squares: one call in groups of heads, forward and backward."""
+"""Launchers of the attention: one call in groups of heads, forward and backward."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,39 +6,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import config, gate, tiles
+from . import config, gate, levels
 from .attention_backward import attention_dkdv_kernel, attention_dq_kernel, row_kernel
 from .attention_forward import attention_forward_kernel
-from .frames_launch import Ends, FrameGradients, Frames, frames_backward, make_frames
+from .frames_launch import FrameGradients, Frames, frames_backward, make_frames, part_of_ends
 from .operands import (
-    Inputs,
-    dense,
-    dense_like,
+    Operands,
     groups,
-    positive,
+    readable,
+    readable_like,
     streamed_keys,
     streamed_queries,
     strides,
+    with_positive_scale,
 )
+from .records import SegmentEnds
 
 
-def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
-    """What the three attention kernels share."""
+def _attention_arguments(x: Operands, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
+    """Returns the arguments that the three attention kernels share."""
     T = x.q.shape[1]
     return {
         "q_ptr": x.q,
         "k_ptr": x.k,
         "v_ptr": x.v,
-        "local_ptr": frames.local if frames else x.q,
+        "intra_ptr": frames.intra if frames else x.q,
         "gate_ptr": x.gate if x.gate is not None else x.q,
         "offset_ptr": x.gate_offset if x.gate_offset is not None else x.q,
         "start_ptr": x.document_start if x.document_start is not None else x.q,
         **strides(("q", x.q), ("k", x.k), ("v", x.v)),
         "T": T,
         "HQ": x.q.shape[2],
-        "num_chunks": tiles.cdiv(T, tile.rows),
-        "num_levels": tiles.num_levels(T),
-        "total_rows": tiles.total_rows(T),
+        "num_chunks": levels.cdiv(T, tile.rows),
+        "num_levels": levels.num_levels(T),
+        "total_rows": levels.total_rows(T),
         "GROUP": x.group,
         "CHUNK": tile.rows,
         **tile.options,
@@ -48,8 +49,8 @@ def _attention_arguments(x: Inputs, frames: Frames | None, tile: config.Tiles) -
     }
 
 
-def _keys(x: Inputs, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
-    """What the passes of a query tile read beside it."""
+def _keys(x: Operands, frames: Frames | None, tile: config.Tiles) -> dict[str, Any]:
+    """Returns what the passes of a query tile read beside it."""
     k = frames.k_levels if frames else x.k.transpose(1, 2)
     return {
         "q_levels_ptr": frames.q_levels if frames else x.q,
@@ -57,21 +58,21 @@ def _keys(x: Inputs, frames: Frames | None, tile: config.Tiles) -> dict[str, Any
     }
 
 
-def forward(inputs: Inputs, out: Tensor, ends: Ends | None = None) -> Tensor:
-    """Writes out [B, T, HQ, DV], and the `ends` of a piece. Returns the natural log-sum-exp [B, HQ,
-    T] in fp32.
+def forward(inputs: Operands, out: Tensor, ends: SegmentEnds | None = None) -> Tensor:
+    """Writes out [B, T, HQ, DV], and the `ends` of a segment. Returns the natural log-sum-exp
+    [B, HQ, T] in fp32.
     """
     B, T, HQ, _ = inputs.q.shape
     lse = torch.empty(B, HQ, T, dtype=torch.float32, device=inputs.q.device)
-    k, scale = positive(inputs.k, inputs.scale)
-    inputs = replace(inputs, k=dense(k))
+    k, scale = with_positive_scale(inputs.k, inputs.scale)
+    inputs = replace(inputs, k=readable(k))
     for group in groups(inputs, backward=False):
         x = inputs.part(*group)
-        frames = None if x.w is None else make_frames(x, ends and ends.part(*group))
+        frames = None if x.w is None else make_frames(x, ends and part_of_ends(ends, *group))
         batch, _, queries = group
         part = out[batch, :, queries]
         tile = config.forward_tiles(*x.case)
-        attention_forward_kernel[(tiles.cdiv(T, tile.rows), part.shape[0] * part.shape[2])](
+        attention_forward_kernel[(levels.cdiv(T, tile.rows), part.shape[0] * part.shape[2])](
             **_attention_arguments(x, frames, tile),
             **_keys(x, frames, tile),
             out_ptr=part,
@@ -86,8 +87,8 @@ def forward(inputs: Inputs, out: Tensor, ends: Ends | None = None) -> Tensor:
 
 @dataclass
 class Gradients:
-    """What the backward writes: gradients [B, T, heads, ...] of the inputs, and the row and column
-    sums [B, HQ, T] of those of the logits if there is a gate.
+    """Holds what the backward writes: gradients [B, T, heads, ...] of the inputs, and the row and
+    column sums [B, HQ, T] of those of the logits if there is a gate.
     """
 
     q: Tensor
@@ -99,10 +100,10 @@ class Gradients:
     col_sum: Tensor | None
 
     @staticmethod
-    def empty(x: Inputs) -> "Gradients":
+    def empty(x: Operands) -> "Gradients":
         B, T, HQ, _ = x.q.shape
         # with reflections descriptors fetch dq and dk again
-        q, k = (t.new_empty(t.shape) if x.w is None else dense_like(t) for t in (x.q, x.k))
+        q, k = (t.new_empty(t.shape) if x.w is None else readable_like(t) for t in (x.q, x.k))
         w, beta = (None if t is None else t.new_empty(t.shape) for t in (x.w, x.beta))
         sums = (None, None) if x.gate is None else x.gate.new_empty(2, B, HQ, T).unbind()
         return Gradients(q, k, x.v.new_empty(x.v.shape), w, beta, *sums)
@@ -119,27 +120,27 @@ class Gradients:
         )
 
     def log_gate(self) -> Tensor | None:
-        """[B, T, HQ]."""
+        """Returns the gradient of the log gates [B, T, HQ], or None without a gate."""
         if self.row_sum is None or self.col_sum is None:
             return None
         return gate.gradient(self.row_sum, self.col_sum)
 
     def of_inputs(self) -> tuple[Tensor | None, ...]:
-        """dq, dk, dv, dw, dbeta, dlog_gate; None where the input is absent."""
+        """Returns dq, dk, dv, dw, dbeta, dlog_gate; None where the input is absent."""
         q, k = self.q.contiguous(), self.k.contiguous()
         return q, k, self.v, self.w, self.beta, self.log_gate()
 
 
 def backward(
-    inputs: Inputs,
+    inputs: Operands,
     d_out: Tensor,
     out: Tensor,
     lse: Tensor,
     grads: Gradients,
-    d_ends: Ends | None = None,
+    d_ends: SegmentEnds | None = None,
 ) -> None:
-    """Writes `grads`, from d(out) and from the gradients of the ends of a piece."""
-    d_out, out, lse = dense(d_out.to(inputs.q.dtype)), dense(out), lse.contiguous()
+    """Writes `grads`, from d(out) and from the gradients of the ends of a segment."""
+    d_out, out, lse = readable(d_out.to(inputs.q.dtype)), readable(out), lse.contiguous()
     for group in groups(inputs, backward=True):
         batch, _, queries = group
         _backward_group(
@@ -148,17 +149,22 @@ def backward(
             out[batch, :, queries],
             lse[batch, queries],
             grads.part(*group),
-            d_ends and d_ends.part(*group),
+            d_ends and part_of_ends(d_ends, *group),
         )
 
 
 def _backward_group(
-    x: Inputs, d_out: Tensor, out: Tensor, lse: Tensor, grads: Gradients, d_ends: Ends | None
+    x: Operands,
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grads: Gradients,
+    d_ends: SegmentEnds | None,
 ) -> None:
     B, T, HQ, _ = x.q.shape
     query_tile = config.query_tiles(*x.case)
     key_tile = config.key_tiles(*x.case)
-    chunks = tiles.cdiv(T, query_tile.rows)
+    chunks = levels.cdiv(T, query_tile.rows)
     frames = None if x.w is None else make_frames(x)
     rows = lse.new_empty(B, HQ, chunks * query_tile.rows, 2)
     row_kernel[(chunks, B * HQ)](
@@ -182,8 +188,8 @@ def _backward_group(
         "d_out_ptr": d_out,
         "scale": x.scale,
         "product_tiles": frames.product_tiles() if frames else None,
-        "moved_rows": tiles.moved_rows(T, x.piece),
-        "total_blocks": tiles.total_blocks(T),
+        "moved_rows": levels.moved_rows(T, x.is_segment),
+        "total_blocks": levels.total_blocks(T),
         "MOVE": x.precision,
         **strides(("g", d_out)),
     }
@@ -195,10 +201,10 @@ def _backward_group(
         incoming_ptr=from_start,
         dq_ptr=grads.q,
         dq_moved_ptr=of_frames.q_moved if of_frames else grads.q,
-        d_local_ptr=of_frames.local if of_frames else grads.q,
+        d_intra_ptr=of_frames.intra if of_frames else grads.q,
         row_sum_ptr=lse if grads.row_sum is None else grads.row_sum,
         STAGES=config.early_loads(query_tile),
-        SPLIT=config.hopper(),
+        SPLIT=config.architecture().split_documents,
     )
     attention_dkdv_kernel[(chunks, B * x.k.shape[2])](
         **_attention_arguments(x, frames, key_tile),

@@ -6,33 +6,19 @@ With W [C, D] the chunk's unit vectors, B = diag(beta), S = strict upper triangl
 
     low = lower triangle of Q W^T        q_start = Q - (low X^T) W
     up  = strict upper part of K W^T     k_end   = K - (up X) W
-    local logits = Q K^T - low X^T up^T
+    intra-chunk logits = Q K^T - low X^T up^T
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import dot, fetch, kernel, load_square, load_tile, peel, split, store_square
-
-
-@triton.jit
-def exact_dot(a, b, PRECISION: tl.constexpr):
-    """a b of fp32 tiles to fp32's precision. "bf16x6": three 16-bit terms of each, without Triton's
-    own care for infinities.
-    """
-    if PRECISION != "bf16x6":
-        return tl.dot(a, b, input_precision=PRECISION)
-    a_high, a_rest = peel(a, tl.bfloat16)
-    a_mid, a_low = split(a_rest, tl.bfloat16)
-    b_high, b_rest = peel(b, tl.bfloat16)
-    b_mid, b_low = split(b_rest, tl.bfloat16)
-    acc = tl.dot(a_high, b_low, tl.dot(a_low, b_high, tl.dot(a_mid, b_mid)))
-    return tl.dot(a_high, b_high, tl.dot(a_high, b_mid, tl.dot(a_mid, b_high, acc)))
+from .products import dot, exact_dot
+from .tiles import kernel, load_head_tile, load_matrix, load_tile, store_matrix
 
 
 @triton.jit
 def merge_blocks(n_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + n)^-1 on diagonal blocks of 2 BLOCK from that of BLOCK, in place.
+    """Computes (I + n)^-1 on diagonal blocks of 2 BLOCK from that of BLOCK, in place.
 
     The corner of the inverse of [[a, e], [0, d]] is -a^-1 e d^-1: substitution with blocks.
     """
@@ -51,7 +37,7 @@ def merge_blocks(n_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.
 
 @triton.jit
 def load_four(ptr):
-    """The values at ptr [N] and at the three addresses after it."""
+    """Loads the values at ptr [N] and at the three addresses after it."""
     four = tl.load(ptr[:, None] + tl.arange(0, 4)[None, :])
     even, odd = tl.split(tl.reshape(four, [ptr.shape[0], 2, 2]))
     return tl.split(even) + tl.split(odd)
@@ -59,8 +45,8 @@ def load_four(ptr):
 
 @triton.jit
 def invert_diagonal(n_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """(I + n)^-1 of the diagonal blocks of n [C, C], fp32, in place: a thread substitutes back in
-    one column x of the inverse, x_i = [i is the column's row] - sum of n_ij x_j over j > i.
+    """Computes (I + n)^-1 of the diagonal blocks of n [C, C], fp32, in place: a thread substitutes
+    back in one column x of the inverse, x_i = [i is the column's row] - sum of n_ij x_j over j > i.
     """
     column = tl.arange(0, 2 * CHUNK) % CHUNK
     block_ptr = n_ptr + column // BLOCK * (BLOCK * (CHUNK + 1))
@@ -80,7 +66,7 @@ def invert_diagonal(n_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_beta(beta_ptr, first, stride, T, CHUNK: tl.constexpr):
-    """beta [C] of the chunk at `first`; missing tokens reflect nothing."""
+    """Loads beta [C] of the chunk at `first`; missing tokens reflect nothing."""
     rows = first + tl.arange(0, CHUNK)
     return tl.load(beta_ptr + rows * stride, mask=rows < T, other=0.0)
 
@@ -92,7 +78,9 @@ def chunk_kernel(
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    """M^-1 [C, C] of every chunk by blocked substitution, fp32, and P of the first num_blocks."""
+    """Computes M^-1 [C, C] of every chunk by blocked substitution, fp32, and P of the first
+    num_blocks.
+    """
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
     w_ptr += b * stride_wb + h * stride_wh
@@ -106,13 +94,13 @@ def chunk_kernel(
     n = beta[:, None] * dot(w, tl.trans(w), PRECISION)
     n = tl.where(offs[:, None] < offs[None, :], n, 0.0)
     # through memory: cutting blocks out of a tile in registers costs 200 of them
-    store_square(inverse_ptr, 0, n, CHUNK)
+    store_matrix(inverse_ptr, 0, n, CHUNK)
     tl.debug_barrier()
     invert_diagonal(inverse_ptr, CHUNK, 16)
     tl.debug_barrier()
     merge_blocks(inverse_ptr, CHUNK, 16, SOLVE)
     merge_blocks(inverse_ptr, CHUNK, 32, SOLVE)
-    inverse = load_square(inverse_ptr, 0, CHUNK)
+    inverse = load_matrix(inverse_ptr, 0, CHUNK)
     if chunk < num_blocks:
         x = inverse * beta[None, :]
         offs_d = tl.arange(0, BLOCK_D)
@@ -130,7 +118,7 @@ def load_factors(
     w_tiles, beta_ptr, inverse_ptr, chunk, num_chunks, b, h, head, stride_bt, T,
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """W [C, D] and X [C, C] of one chunk; beta_ptr already points at the head."""
+    """Loads W [C, D] and X [C, C] of one chunk; beta_ptr already points at the head."""
     beta = load_beta(beta_ptr, chunk * CHUNK, stride_bt, T, CHUNK)
-    x = load_square(inverse_ptr, head.to(tl.int64) * num_chunks + chunk, CHUNK) * beta[None, :]
-    return fetch(w_tiles, b, h, chunk * CHUNK, T, CHUNK, BLOCK_D), x
+    x = load_matrix(inverse_ptr, head.to(tl.int64) * num_chunks + chunk, CHUNK) * beta[None, :]
+    return load_head_tile(w_tiles, b, h, chunk * CHUNK, T, CHUNK, BLOCK_D), x

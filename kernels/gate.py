@@ -17,20 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import GATE_SPAN, cdiv, kernel
+from . import constants
+from .levels import cdiv
+from .tiles import GATE_SPAN, LOG2_E, kernel
 
-CLOSED = tl.constexpr(-512.0)
-"""log2 of what a gate keeps at least: fp32 has no such weight, and a span's sum that held the log
-of a smaller one would have no digits left for its other tokens.
-"""
+CLOSED_GATE = tl.constexpr(constants.CLOSED_GATE)
 
 HEADS = tl.constexpr(8)
 """Heads of a program: log_gate [B, T, HQ] is read in sectors of 32 bytes."""
 
 
 @triton.jit
-def place(T, HQ):
-    """Of a program: its batch, heads [HEADS, 1], tokens [1, SPAN], and which of them exist."""
+def place_of_program(T, HQ):
+    """Returns the program's batch, heads [HEADS, 1], tokens [1, SPAN], and which of them exist."""
     parts = tl.cdiv(HQ, HEADS)
     b = (tl.program_id(0) // parts).to(tl.int64)
     tokens = (tl.program_id(1) * GATE_SPAN + tl.arange(0, GATE_SPAN))[None, :]
@@ -40,15 +39,15 @@ def place(T, HQ):
 
 @triton.jit
 def load_log_gates(log_gate_ptr, b, heads, tokens, mask, stride_lb, stride_lt, stride_lh):
-    """Log gates [HEADS, SPAN] in log2 units, fp64, not below CLOSED."""
+    """Loads log gates [HEADS, SPAN] in log2 units, fp64, not below CLOSED_GATE."""
     at = b * stride_lb + tokens.to(tl.int64) * stride_lt + heads.to(tl.int64) * stride_lh
-    terms = tl.load(log_gate_ptr + at, mask=mask, other=0.0).to(tl.float64) * 1.4426950408889634
-    return tl.where(terms < CLOSED, CLOSED, terms)  # NaN stays
+    terms = tl.load(log_gate_ptr + at, mask=mask, other=0.0).to(tl.float64) * LOG2_E
+    return tl.where(terms < CLOSED_GATE, CLOSED_GATE, terms)  # NaN stays
 
 
 @triton.jit
 def load_gradients(row_sum_ptr, col_sum_ptr, rows, tokens, mask, T):
-    """d(G) [HEADS, SPAN], fp64."""
+    """Loads d(G) [HEADS, SPAN], fp64."""
     at = rows * T + tokens
     row_sum = tl.load(row_sum_ptr + at, mask=mask, other=0.0)
     col_sum = tl.load(col_sum_ptr + at, mask=mask, other=0.0)
@@ -57,14 +56,14 @@ def load_gradients(row_sum_ptr, col_sum_ptr, rows, tokens, mask, T):
 
 @triton.jit
 def store_totals(total_ptr, rows, heads, terms, HQ):
-    """A span's sums, into total [B, HQ, spans]."""
+    """Stores a span's sums into total [B, HQ, spans]."""
     at = rows * tl.num_programs(1) + tl.program_id(1)
     tl.store(total_ptr + at, tl.sum(terms, 1)[:, None], mask=heads < HQ)
 
 
 @triton.jit
 def sum_of_spans(total_ptr, rows, heads, first, end, HQ):
-    """[HEADS, 1]: the totals of the spans first ... end - 1."""
+    """Returns [HEADS, 1]: the totals of the spans first ... end - 1."""
     acc = tl.zeros([HEADS, GATE_SPAN], tl.float64)
     for start in tl.range(first, end, GATE_SPAN, num_stages=1):
         spans = (start + tl.arange(0, GATE_SPAN))[None, :]
@@ -75,8 +74,8 @@ def sum_of_spans(total_ptr, rows, heads, first, end, HQ):
 
 @kernel
 def gate_totals_kernel(log_gate_ptr, total_ptr, stride_lb, stride_lt, stride_lh, T, HQ):
-    """Sums of log gates over spans."""
-    b, heads, tokens, mask = place(T, HQ)
+    """Sums log gates over spans."""
+    b, heads, tokens, mask = place_of_program(T, HQ)
     terms = load_log_gates(log_gate_ptr, b, heads, tokens, mask, stride_lb, stride_lt, stride_lh)
     store_totals(total_ptr, b * HQ + heads, heads, terms, HQ)
 
@@ -85,11 +84,11 @@ def gate_totals_kernel(log_gate_ptr, total_ptr, stride_lb, stride_lt, stride_lh,
 def gate_kernel(
     log_gate_ptr, total_ptr, gate_ptr, offset_ptr, stride_lb, stride_lt, stride_lh, T, HQ
 ):  # fmt: skip
-    """Running sums inside a span, and its offset.
+    """Computes running sums inside a span, and its offset.
 
     The offset takes the first token's gate: closed, it would cost every sum of the span digits.
     """
-    b, heads, tokens, mask = place(T, HQ)
+    b, heads, tokens, mask = place_of_program(T, HQ)
     rows = b * HQ + heads
     terms = load_log_gates(log_gate_ptr, b, heads, tokens, mask, stride_lb, stride_lt, stride_lh)
     span = tl.program_id(1)
@@ -103,8 +102,8 @@ def gate_kernel(
 
 @kernel
 def gate_gradient_totals_kernel(row_sum_ptr, col_sum_ptr, total_ptr, T, HQ):
-    """Sums of d(G) over spans."""
-    b, heads, tokens, mask = place(T, HQ)
+    """Sums d(G) over spans."""
+    b, heads, tokens, mask = place_of_program(T, HQ)
     rows = b * HQ + heads
     terms = load_gradients(row_sum_ptr, col_sum_ptr, rows, tokens, mask, T)
     store_totals(total_ptr, rows, heads, terms, HQ)
@@ -112,8 +111,8 @@ def gate_gradient_totals_kernel(row_sum_ptr, col_sum_ptr, total_ptr, T, HQ):
 
 @kernel
 def gate_gradient_kernel(row_sum_ptr, col_sum_ptr, total_ptr, d_log_gate_ptr, T, HQ):
-    """d(g) of a span, as the sum from its first token on without the tokens before."""
-    b, heads, tokens, mask = place(T, HQ)
+    """Computes d(g) of a span, as the sum from its first token on without the tokens before."""
+    b, heads, tokens, mask = place_of_program(T, HQ)
     rows = b * HQ + heads
     terms = load_gradients(row_sum_ptr, col_sum_ptr, rows, tokens, mask, T)
     rest = sum_of_spans(total_ptr, rows, heads, tl.program_id(1), tl.num_programs(1), HQ)
@@ -122,11 +121,13 @@ def gate_gradient_kernel(row_sum_ptr, col_sum_ptr, total_ptr, d_log_gate_ptr, T,
 
 
 def running_sums(log_gate: Tensor) -> tuple[Tensor, Tensor]:
-    """gate [B, HQ, whole spans] in fp32, offset [B, HQ, spans] in fp64, of log_gate [B, T, HQ]."""
+    """Returns gate [B, HQ, whole spans] in fp32, offset [B, HQ, spans] in fp64, of log_gate [B, T,
+    HQ].
+    """
     B, T, HQ = log_gate.shape
-    spans = cdiv(T, GATE_SPAN.value)
+    spans = cdiv(T, constants.GATE_SPAN)
     total, offset = log_gate.new_empty(2, B, HQ, spans, dtype=torch.float64)
-    gate = log_gate.new_empty(B, HQ, spans * GATE_SPAN.value, dtype=torch.float32)
+    gate = log_gate.new_empty(B, HQ, spans * constants.GATE_SPAN, dtype=torch.float32)
     stride_lb, stride_lt, stride_lh = log_gate.stride()
     shared = {
         "log_gate_ptr": log_gate,
@@ -144,11 +145,11 @@ def running_sums(log_gate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient(row_sum: Tensor, col_sum: Tensor) -> Tensor:
-    """d(log_gate) [B, T, HQ] in fp32, from row_sum and col_sum [B, HQ, T] of the logits' gradient,
-    both contiguous.
+    """Returns d(log_gate) [B, T, HQ] in fp32, from row_sum and col_sum [B, HQ, T] of the logits'
+    gradient, both contiguous.
     """
     B, HQ, T = row_sum.shape
-    spans = cdiv(T, GATE_SPAN.value)
+    spans = cdiv(T, constants.GATE_SPAN)
     shared = {
         "row_sum_ptr": row_sum,
         "col_sum_ptr": col_sum,

@@ -1,26 +1,30 @@
 """What a launch needs to know of its inputs: widths, flags, strides, and groups of heads."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from torch import Tensor
 
-from . import config, tiles
+from . import config, levels, tiles
+from .constants import CHUNK, LOG2_E
 from .gate import running_sums
 from .tiles import padded
 
-LOG2_E = 1.4426950408889634
+if TYPE_CHECKING:
+    from path_backend.arguments import Inputs
 
 
 @dataclass
-class Inputs:
+class Operands:
     """One group of heads of one call, last dimensions contiguous.
 
-    gate [B, HQ, whole spans] and gate_offset [B, HQ, spans] are the `running_sums`. piece: the
-    tokens are a part of a longer sequence.
+    gate [B, HQ, whole spans] and gate_offset [B, HQ, spans] are the `running_sums`.
+    is_segment: the tokens are a part of a longer sequence.
     """
 
     q: Tensor
@@ -33,7 +37,7 @@ class Inputs:
     document_start: Tensor | None
     document_end: Tensor | None
     scale: float
-    piece: bool = False
+    is_segment: bool = False
 
     @property
     def group(self) -> int:
@@ -41,7 +45,7 @@ class Inputs:
 
     @property
     def case(self) -> tuple[torch.dtype, int, bool, bool, bool]:
-        """What tiles depend on: dtype, widest tile, reflections, gate, documents."""
+        """Returns what tiles depend on: dtype, widest tile, reflections, gate, documents."""
         w, gate, documents = (x is not None for x in (self.w, self.gate, self.document_start))
         return self.q.dtype, self.widest, w, gate, documents
 
@@ -51,14 +55,15 @@ class Inputs:
 
     @property
     def width(self) -> int:
-        """Columns of a tile of q, k and w. With reflections at least 64: Triton 3.6 compiles the
-        products of 32 columns to shared-memory accesses out of range (seen on sm_90).
+        """Returns the columns of a tile of q, k and w. With reflections at least 64: Triton 3.6
+        compiles the products of 32 columns to shared-memory accesses out of range (seen on sm_90).
+        The floor can go with the support of Triton 3.6, if a newer one is seen not to.
         """
         return padded(self.q.shape[3], 16 if self.w is None else 64)
 
     @property
     def widest(self) -> int:
-        """Columns of the widest tile."""
+        """Returns the columns of the widest tile."""
         return max(self.width, padded(self.v.shape[3]))
 
     @property
@@ -76,24 +81,26 @@ class Inputs:
 
     @property
     def precision(self) -> str:
-        """How the transform multiplies: see `tiles.dot`. Interpreted bf16 products are wrong."""
+        """Returns how the transform multiplies: see `products.dot`. Interpreted bf16 products are
+        wrong.
+        """
         if self.q.dtype == torch.float32:
             return "tf32x3" if triton.knobs.runtime.interpret else "fp32"
         return "fp16x3" if self.q.dtype == torch.float16 else "bf16x3"
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """Of the stored D x D products: see `tiles.move`."""
+        """Returns the dtype of the stored D x D products: see `products.move`."""
         return torch.float32 if self.q.dtype == torch.float32 else torch.float16
 
-    def without_documents(self) -> "Inputs":
+    def without_documents(self) -> Operands:
         return replace(self, document_start=None, document_end=None)
 
-    def part(self, batch: slice, heads: slice, queries: slice) -> "Inputs":
+    def part(self, batch: slice, heads: slice, queries: slice) -> Operands:
         def pick(x: Tensor | None, h: slice) -> Tensor | None:
             return None if x is None else x[batch, :, h]
 
-        return Inputs(
+        return Operands(
             self.q[batch, :, queries],
             self.k[batch, :, heads],
             self.v[batch, :, heads],
@@ -104,13 +111,13 @@ class Inputs:
             None if self.document_start is None else self.document_start[batch],
             None if self.document_end is None else self.document_end[batch],
             self.scale,
-            self.piece,
+            self.is_segment,
         )
 
 
-def dense(x: Tensor) -> Tensor:
-    """x [B, T, heads, width], copied unless the kernels can read it: the last dimension contiguous,
-    all else in units of 16 bytes, the offset of every head in 32 bits.
+def readable(x: Tensor) -> Tensor:
+    """Returns x [B, T, heads, width], copied unless the kernels can read it: the last dimension
+    contiguous, all else in units of 16 bytes, the offset of every head in 32 bits.
     """
     unit = 16 // x.element_size()
     aligned = (
@@ -118,42 +125,35 @@ def dense(x: Tensor) -> Tensor:
     )
     if x.stride(3) == 1 and aligned and x.stride(2) * x.shape[2] < 2**31:
         return x
-    return dense_like(x).copy_(x)
+    return readable_like(x).copy_(x)
 
 
-def dense_like(x: Tensor) -> Tensor:
-    """Uninitialised, of the shape of x [B, T, heads, width], such that the kernels can read it."""
+def readable_like(x: Tensor) -> Tensor:
+    """Returns an uninitialised tensor of the shape of x [B, T, heads, width], such that the kernels
+    can read it.
+    """
     unit = 16 // x.element_size()
-    return x.new_empty(*x.shape[:3], tiles.cdiv(x.shape[3], unit) * unit)[..., : x.shape[3]]
+    return x.new_empty(*x.shape[:3], levels.cdiv(x.shape[3], unit) * unit)[..., : x.shape[3]]
 
 
-def near(beta: Tensor) -> Tensor:
-    """beta [B, T, H], copied unless 32 bits hold the offset of every token; of columns of a wide
-    tensor they may not.
+def with_offsets_in_32_bits(beta: Tensor) -> Tensor:
+    """Returns beta [B, T, H], copied unless 32 bits hold the offset of every token; of columns of a
+    wide tensor they may not.
     """
     return beta if beta.stride(1) * beta.shape[1] < 2**31 else beta.contiguous()
 
 
-def differentiable(x: Tensor) -> Tensor:
-    """fp16 inputs are differentiated in fp32 storage and products of three tf32 terms, which hold
-    fp16 values exactly: a mean loss over a million tokens has gradients of 1e-7, where fp16 has no
-    digits left.
+def in_gradient_dtype(x: Tensor) -> Tensor:
+    """Returns fp16 x in fp32, others as they are. fp16 inputs are differentiated in fp32 storage
+    and products of three tf32 terms, which hold fp16 values exactly: a mean loss over a million
+    tokens has gradients of 1e-7, where fp16 has no digits left.
     """
     return x.float() if x.dtype == torch.float16 else x
 
 
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor | None,
-    beta: Tensor | None,
-    log_gate: Tensor | None,
-    document_start: Tensor | None,
-    scale: float,
-    piece: bool = False,
-) -> Inputs:
-    """Of the arguments of a call, in the order of path_attention: gates summed, documents' ends."""
+def prepare(inputs: Inputs, scale: float, is_segment: bool = False) -> Operands:
+    """Returns the operands of a call: all heads, gates summed, documents' ends."""
+    q, k, v, w, beta, log_gate, document_start = inputs
     gate = gate_offset = document_end = None
     if log_gate is not None:
         gate, gate_offset = running_sums(log_gate)
@@ -166,34 +166,34 @@ def prepare(
             right=True,
             out_int32=True,
         )
-    return Inputs(
-        dense(q),
-        dense(k),
-        dense(v),
-        None if w is None else dense(w),
-        None if beta is None else near(beta),
+    return Operands(
+        readable(q),
+        readable(k),
+        readable(v),
+        None if w is None else readable(w),
+        None if beta is None else with_offsets_in_32_bits(beta),
         gate,
         gate_offset,
         document_start,
         document_end,
         scale,
-        piece,
+        is_segment,
     )
 
 
-def groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice, slice]]:
-    """Ranges of the batch, of key/value heads and of their query heads whose scratch fits
+def groups(x: Operands, backward: bool) -> Iterator[tuple[slice, slice, slice]]:
+    """Yields ranges of the batch, of key/value heads and of their query heads whose scratch fits
     SCRATCH_BYTES (at least one key/value head at a time), MAX_HEADS query heads at most.
     """
-    for batch, heads in _key_groups(inputs, backward):
-        yield batch, heads, slice(heads.start * inputs.group, heads.stop * inputs.group)
+    for batch, heads in _key_groups(x, backward):
+        yield batch, heads, slice(heads.start * x.group, heads.stop * x.group)
 
 
-def _key_groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]:
-    B, T, H = inputs.k.shape[:3]
-    limit = config.MAX_HEADS // inputs.group
-    if inputs.w is not None:
-        limit = min(limit, config.SCRATCH_BYTES // _scratch_bytes(inputs, backward))
+def _key_groups(x: Operands, backward: bool) -> Iterator[tuple[slice, slice]]:
+    B, T, H = x.k.shape[:3]
+    limit = config.MAX_HEADS // x.group
+    if x.w is not None:
+        limit = min(limit, config.SCRATCH_BYTES // _scratch_bytes(x, backward))
     limit = max(1, limit)
     for batch in _even_parts(B, max(1, limit // H)):
         for heads in _even_parts(H, limit):
@@ -201,41 +201,41 @@ def _key_groups(inputs: Inputs, backward: bool) -> Iterator[tuple[slice, slice]]
 
 
 def _even_parts(count: int, most: int) -> list[slice]:
-    """0 ... count - 1 in as few ranges of at most `most` as there can be, even ones, none longer
-    than the first: what held its scratch holds theirs.
+    """Returns 0 ... count - 1 in as few ranges of at most `most` as there can be, even ones, none
+    longer than the first: what held its scratch holds theirs.
     """
-    parts = tiles.cdiv(count, most)
-    ends = [tiles.cdiv(count * i, parts) for i in range(parts + 1)]
+    parts = levels.cdiv(count, most)
+    ends = [levels.cdiv(count * i, parts) for i in range(parts + 1)]
     return [slice(*range_) for range_ in zip(ends, ends[1:], strict=False)]
 
 
-def _scratch_bytes(inputs: Inputs, backward: bool) -> int:
-    """Bytes that one key/value head of a batch and its query heads take: the tensors of Frames, in
-    the backward those of FrameGradients, dX, and dP of the lowest levels.
+def _scratch_bytes(x: Operands, backward: bool) -> int:
+    """Returns the bytes that one key/value head of a batch and its query heads take: the tensors of
+    Frames, in the backward those of FrameGradients, dX, and dP of the lowest levels.
     """
-    T, width, size = inputs.q.shape[1], inputs.width, inputs.q.element_size()
-    row, square = width * size, tiles.cdiv(T, tiles.CHUNK) * tiles.CHUNK**2
-    rows, product = tiles.total_rows(T) * row, width * width * inputs.product_dtype.itemsize
-    per_query = rows + 4 * square
-    per_key = rows + tiles.total_blocks(T) * product + 4 * square
+    T, width, size = x.q.shape[1], x.width, x.q.element_size()
+    row, matrix = width * size, levels.cdiv(T, CHUNK) * CHUNK**2
+    rows, product = levels.total_rows(T) * row, width * width * x.product_dtype.itemsize
+    per_query = rows + 4 * matrix
+    per_key = rows + levels.total_blocks(T) * product + 4 * matrix
     if backward:
-        moved = tiles.moved_rows(T, inputs.piece) * row
-        gradients = sum(tiles.level_blocks(T, level, inputs.piece) for level in (1, 2))
-        per_query += moved + size * square * (2 if inputs.group > 1 else 1)
-        per_key += moved + 4 * square + gradients * 4 * width * width
-    return per_query * inputs.group + per_key
+        moved = levels.moved_rows(T, x.is_segment) * row
+        gradients = sum(levels.level_blocks(T, level, x.is_segment) for level in (1, 2))
+        per_query += moved + size * matrix * (2 if x.group > 1 else 1)
+        per_key += moved + 4 * matrix + gradients * 4 * width * width
+    return per_query * x.group + per_key
 
 
-def positive(k: Tensor, scale: float) -> tuple[Tensor, float]:
-    """k and scale of the same logits, with a scale > 0 in log2 units: the largest dot product of a
-    row is that of its largest logit.
+def with_positive_scale(k: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Returns k and scale of the same logits, with a scale > 0 in log2 units: the largest dot
+    product of a row is that of its largest logit.
     """
     return (k if scale >= 0 else -k), max(abs(scale) * LOG2_E, 1e-30)
 
 
 def streamed_keys(k: Tensor, v: Tensor, gate: Tensor | None, tile: config.Tiles) -> dict[str, Any]:
-    """What passes by a query tile: of k [B, H, rows, D], v [B, T, H, DV] and the gates of keys [B,
-    HQ, whole tiles].
+    """Returns what passes by a query tile: of k [B, H, rows, D], v [B, T, H, DV] and the gates of
+    keys [B, HQ, whole tiles].
     """
     rows, descriptors = tile.stream, tile.descriptors
     return {
@@ -249,7 +249,7 @@ def streamed_keys(k: Tensor, v: Tensor, gate: Tensor | None, tile: config.Tiles)
 
 
 def streamed_queries(q: Tensor, d_out: Tensor, tile: config.Tiles) -> dict[str, Any]:
-    """What passes by a key tile: of q [B, HQ, rows, D] and d_out [B, T, HQ, DV]."""
+    """Returns what passes by a key tile: of q [B, HQ, rows, D] and d_out [B, T, HQ, DV]."""
     rows, descriptors = tile.stream, tile.descriptors
     return {
         "q_tiles": tiles.source(q, rows, descriptors=descriptors),
@@ -259,7 +259,7 @@ def streamed_queries(q: Tensor, d_out: Tensor, tile: config.Tiles) -> dict[str, 
 
 
 def strides(*names_and_tensors: tuple[str, Tensor | None]) -> dict[str, int]:
-    """stride_<name>b, stride_<name>t, stride_<name>h of [B, T, H, ...] tensors (zeros where
+    """Returns stride_<name>b, stride_<name>t, stride_<name>h of [B, T, H, ...] tensors (zeros where
     absent).
     """
     result = {}

@@ -6,7 +6,7 @@
 
 q, k and the gradients dq+, dk+ of what moved are the levels' rows, summed in a fixed order. The
 first and the last block of a level move nothing that moves again, and nothing comes back to them,
-but in a piece of a longer sequence: there dP of the whole piece comes from other pieces.
+but in a segment of a longer sequence: there dP of the whole segment comes from other segments.
 
 At level 0 P = I - W^T X W (chunk.py), and only U = W dP and V = W dP^T are wanted:
 
@@ -20,8 +20,8 @@ import triton.language as tl
 
 from .carry import crossed
 from .chunk import load_factors
-from .chunk_backward import add_dot
-from .tiles import dot, kernel, load_tile, store_square, store_tile, tile_pointers
+from .products import add_dot, dot
+from .tiles import kernel, load_tile, store_matrix, store_tile, tile_pointers
 
 
 @triton.jit
@@ -29,10 +29,10 @@ def moved_outer(
     q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, half,
     row_base, total_rows, moved_rows, block, head, lo, hi, r0, c0, GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    HAS_DOC: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DOC: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLS of a block's dP from tokens lo ... hi - 1 of the sibling that P moved: queries of
-    every head of the group, or keys.
+    """Returns ROWS x COLS of a block's dP from tokens lo ... hi - 1 of the sibling that P moved:
+    queries of every head of the group, or keys.
     """
     lo = tl.cast(lo, tl.int32)
     b = head // H
@@ -45,7 +45,7 @@ def moved_outer(
         a_ptr, stride_a = dq_moved_ptr + head * GROUP * gradients, gradients
         c_ptr, stride_c = q_levels_ptr + head * GROUP * levels, levels
         # queries of the document of the token before the block
-        stop = tl.where((left > 0) | PIECE, T, 0)
+        stop = tl.where((left > 0) | SEGMENT, T, 0)
         if HAS_DOC:
             stop = tl.load(end_ptr + b * T + left - 1, mask=left > 0, other=0)
         stop = tl.minimum(hi, stop - right)
@@ -55,7 +55,7 @@ def moved_outer(
         c_ptr, stride_c = dk_moved_ptr + head * gradients, gradients
         # keys of the document of the token after the block
         after = right + half
-        stop = tl.where((after < T) | PIECE, hi, 0)
+        stop = tl.where((after < T) | SEGMENT, hi, 0)
         if HAS_DOC:
             document = tl.load(start_ptr + b * T + after, mask=after < T, other=after)
             lo = tl.maximum(lo, (document - left) // CHUNK * CHUNK)
@@ -77,8 +77,8 @@ def add_parent(
     acc, parent_ptr, size_ptr, product_ptr, num_parents, total_blocks, block_base, block, head,
     r0, c0, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + ROWS x COLS of what comes back from the parent's dP, fp32, of entries up to those at
-    size_ptr.
+    """Returns acc + ROWS x COLS of what comes back from the parent's dP, fp32, of entries up to
+    those at size_ptr.
     """
     SIZE: tl.constexpr = BLOCK_D * BLOCK_D
     SLAB: tl.constexpr = min(64, BLOCK_D)
@@ -110,9 +110,9 @@ def product_gradient_kernel(
     q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, partial_ptr, start_ptr, end_ptr, T, H,
     level, row_base, num_blocks, num_splits, total_rows, moved_rows, GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
-    HAS_DOC: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DOC: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of one level's dP, SPLIT tokens each: long blocks alone leave SMs idle."""
+    """Sums one level's dP in parts of SPLIT tokens each: long blocks alone leave SMs idle."""
     block, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     head, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
     r0, c0 = tile // (BLOCK_D // TILE) * TILE, tile % (BLOCK_D // TILE) * TILE
@@ -121,27 +121,29 @@ def product_gradient_kernel(
         q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, half,
         row_base, total_rows, moved_rows, block, head, split * SPLIT,
         tl.minimum((split + 1) * SPLIT, half), r0, c0, GROUP, BLOCK_D, CHUNK, TILE, TILE, HAS_DOC,
-        PIECE, PRECISION,
+        SEGMENT, PRECISION,
     )  # fmt: skip
     partial_ptr += ((head * num_blocks + block) * num_splits + split) * BLOCK_D * BLOCK_D
     tl.store(tile_pointers(partial_ptr + c0, r0, BLOCK_D, TILE, TILE), acc)
 
 
 @kernel
-def tree_backward_kernel(
+def upsweep_backward_kernel(
     q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, product_ptr,
     partial_ptr, parent_ptr, parent_size_ptr, gradient_ptr, size_ptr, T, H, level, row_base,
     total_rows, moved_rows, block_base, num_blocks, num_splits, num_parents, total_blocks,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    PARTIAL: tl.constexpr, HAS_DOC: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, HAS_DOC: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """TILE x TILE of one level's dP: from what P moved, and from the product of its parent."""
+    """Computes TILE x TILE of one level's dP: from what P moved, and from the product of its
+    parent.
+    """
     block, head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     r0, c0 = tile // (BLOCK_D // TILE) * TILE, tile % (BLOCK_D // TILE) * TILE
     SIZE: tl.constexpr = BLOCK_D * BLOCK_D
     half = CHUNK << level
     b = head // H
-    if not crossed(start_ptr, b, block * half, half, T, HAS_DOC, PIECE):
+    if not crossed(start_ptr, b, block * half, half, T, HAS_DOC, SEGMENT):
         return
     if PARTIAL:
         acc = tl.zeros([TILE, TILE], tl.float32)
@@ -153,9 +155,9 @@ def tree_backward_kernel(
         acc = moved_outer(
             q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, half,
             row_base, total_rows, moved_rows, block, head, 0, half, r0, c0, GROUP, BLOCK_D, CHUNK,
-            TILE, TILE, HAS_DOC, PIECE, PRECISION,
+            TILE, TILE, HAS_DOC, SEGMENT, PRECISION,
         )  # fmt: skip
-    if crossed(start_ptr, b, block // 2 * 2 * half, 2 * half, T, HAS_DOC, PIECE):
+    if crossed(start_ptr, b, block // 2 * 2 * half, 2 * half, T, HAS_DOC, SEGMENT):
         acc = add_parent(
             acc, parent_ptr, parent_size_ptr, product_ptr, num_parents, total_blocks, block_base,
             block, head, r0, c0, BLOCK_D, TILE, TILE, PRECISION,
@@ -175,10 +177,10 @@ def chunk_product_backward_kernel(
     start_ptr, end_ptr, product_ptr, parent_ptr, size_ptr, dx_ptr, dw_ptr, stride_bb, stride_bt,
     stride_bh, stride_dwb, stride_dwt, stride_dwh, T, H, num_chunks, num_parents, total_rows,
     moved_rows, total_blocks, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_DOC: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The parts of -dX (fp32) and dW that come through the chunk's product P. Where products are
-    stored in fp16 dP is taken to 11 bits, as they are; W to 2^-25 in fp16.
+    """Computes the parts of -dX (fp32) and dW that come through the chunk's product P. Where
+    products are stored in fp16 dP is taken to 11 bits, as they are; W to 2^-25 in fp16.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // H).to(tl.int64), head % H
@@ -187,9 +189,9 @@ def chunk_product_backward_kernel(
     gradient = moved_outer(
         q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, CHUNK, 0,
         total_rows, moved_rows, chunk, head, 0, CHUNK, 0, 0, GROUP, BLOCK_D, CHUNK, BLOCK_D,
-        BLOCK_D, HAS_DOC, PIECE, PRECISION,
+        BLOCK_D, HAS_DOC, SEGMENT, PRECISION,
     )  # fmt: skip
-    if crossed(start_ptr, b, chunk // 2 * 2 * CHUNK, 2 * CHUNK, T, HAS_DOC, PIECE):
+    if crossed(start_ptr, b, chunk // 2 * 2 * CHUNK, 2 * CHUNK, T, HAS_DOC, SEGMENT):
         gradient = add_parent(
             gradient, parent_ptr, size_ptr, product_ptr, num_parents, total_blocks, 0, chunk, head,
             0, 0, BLOCK_D, BLOCK_D, BLOCK_D, PRECISION,
@@ -206,6 +208,6 @@ def chunk_product_backward_kernel(
     v = dot(w.to(TYPE), tl.trans(gradient), MOVE) * size
     neg_dw = add_dot(zero, x, v, PRECISION)
     u = dot(w.to(TYPE), gradient, MOVE) * size
-    store_square(dx_ptr, head * num_chunks + chunk, dot(u, tl.trans(w), PRECISION), CHUNK)
+    store_matrix(dx_ptr, head * num_chunks + chunk, dot(u, tl.trans(w), PRECISION), CHUNK)
     neg_dw = add_dot(neg_dw, x, u, PRECISION, TRANS_A=True)
     store_tile(dw_ptr, chunk * CHUNK, stride_dwt, T, -neg_dw, CHUNK, BLOCK_D, HEAD_DIM)

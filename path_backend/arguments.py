@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from path_backend.kernels.records import SegmentEnds as SegmentEnds
+from path_backend.kernels.records import SegmentForward as SegmentForward
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IMPLEMENTATIONS = ("auto", "torch", "triton")
 
@@ -54,25 +57,6 @@ class Inputs(NamedTuple):
 
 Gradients = tuple[Tensor | None, ...]
 """dq, dk, dv, dw, dbeta, dlog_gate; None where the input is absent."""
-
-
-class SegmentEnds(NamedTuple):
-    """What other segments of a sequence see of one: its queries at its start, its keys at its end.
-
-    Also the gradients of these, q_start and k_end then in compute precision.
-    """
-
-    q_start: Tensor  # H_1 ... H_i q_i [B, T, HQ, D], q's dtype
-    k_end: Tensor  # (H_{j+1} ... H_T)^T k_j [B, T, H, D], k's dtype
-    product: Tensor | None  # H_1 ... H_T [B, H, D, D], compute precision; None without reflections
-
-
-class SegmentForward(NamedTuple):
-    """Attention inside a segment, and its ends."""
-
-    out: Tensor  # [B, T, HQ, DV], compute precision
-    lse: Tensor  # natural log-sum-exp [B, HQ, T], compute precision
-    ends: SegmentEnds
 
 
 class CrossSegment(NamedTuple):

@@ -54,9 +54,9 @@ def test_kernels_fit_the_shared_memory_of_smaller_cards(case, tmp_path):
 def test_older_cards_take_the_torch_form(monkeypatch):
     """Catches kernels that ptxas refuses: they use instructions of capability 8.0."""
     inputs = make_inputs(3, dtype=torch.float16)
-    assert backend.unsupported_reason(*inputs) is None
+    assert backend.unsupported_reason(inputs) is None
     monkeypatch.setattr(config, "capability", lambda: (7, 5))
-    assert "capability 8.0" in backend.unsupported_reason(*inputs)
+    assert "capability 8.0" in backend.unsupported_reason(inputs)
 
 
 @pytest.mark.parametrize("capability", ["80", "90"])

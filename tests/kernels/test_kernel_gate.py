@@ -23,9 +23,10 @@ from path_backend.testing import run
 pytest.importorskip("triton")
 
 from path_backend.kernels import config, gate  # noqa: E402
+from path_backend.kernels.constants import CLOSED_GATE, GATE_SPAN  # noqa: E402
 
 pytestmark = NAN_IN_ALL_MEMORY
-SPAN = gate.GATE_SPAN.value
+SPAN = GATE_SPAN
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -58,7 +59,7 @@ def assert_sums(log_gate):
     inside = inside[..., :T]
     assert inside.dtype == torch.float32 and offset.dtype == torch.float64
     terms = log_gate.mT.double() / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
-    terms = terms.clamp(min=gate.CLOSED.value)
+    terms = terms.clamp(min=CLOSED_GATE)
     exact = terms.cumsum(-1)
     assert offset.shape == exact[..., ::SPAN].shape
     assert torch.allclose(offset, exact[..., ::SPAN], rtol=1e-12, atol=1e-12)

@@ -7,6 +7,7 @@ throughout. bf16 and real sizes: test_kernel_sizes.py.
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -29,6 +30,7 @@ from kernel_checks import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from path_backend import path_attention
+from path_backend.arguments import CrossSegment
 from path_backend.reference import path_attention_reference
 from path_backend.testing import as_leaves, assert_exact, make_inputs, relative_error, run
 
@@ -37,7 +39,7 @@ from triton.runtime.jit import KernelInterface  # noqa: E402
 
 from path_backend.kernels import backend, config  # noqa: E402
 from path_backend.kernels.frames_launch import make_frames  # noqa: E402
-from path_backend.kernels.operands import _even_parts, dense, near, prepare  # noqa: E402
+from path_backend.kernels.operands import _even_parts, prepare, readable, with_offsets_in_32_bits  # noqa: E402
 
 pytestmark = NAN_IN_ALL_MEMORY
 
@@ -61,7 +63,7 @@ def starts(T, *begins):
 @pytest.mark.parametrize("kind", ["path", "path_fox"])
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 128, 130, 190, 257, 320, 520])
 def test_lengths(T, kind):
-    """Catches an off-by-one at a chunk or where the tree of blocks is cut, a row left unwritten."""
+    """Catches an off-by-one at a chunk or where the blocks of levels are cut, a row left unwritten."""
     check(on_device(T, **KINDS[kind]))
 
 
@@ -145,16 +147,16 @@ def test_heads_that_32_bits_do_not_reach_are_copied():
     T, H, D = 2**17, 128, 128
     x = torch.empty(1, T, H, D, dtype=torch.bfloat16, device="meta")
     by_head = x.new_empty(1, H, T, D).transpose(1, 2)
-    assert dense(x) is x
-    assert dense(by_head).stride() == x.stride()
-    assert dense(by_head[:, :, :127]).stride(2) == T * D
+    assert readable(x) is x
+    assert readable(by_head).stride() == x.stride()
+    assert readable(by_head[:, :, :127]).stride(2) == T * D
 
 
 def test_betas_that_32_bits_do_not_reach_are_copied():
     """Catches the offset of a token that overflows: beta is a column of a wide tensor here."""
     wide = torch.empty(1, 2**17, 2**14, device="meta")
-    assert near(wide[:, :, :8]).stride(1) == 8
-    assert near(wide[:, : 2**16, :8]).stride(1) == 2**14
+    assert with_offsets_in_32_bits(wide[:, :, :8]).stride(1) == 8
+    assert with_offsets_in_32_bits(wide[:, : 2**16, :8]).stride(1) == 2**14
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -224,11 +226,11 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["fox", "nope"])
 def test_no_transform_without_reflections(kind, launches):
-    """Catches chunks, trees or sweeps that run for attention that has no use for them."""
+    """Catches chunks, upsweeps or carries that run for attention that has no use for them."""
     run(kernels, on_device(260, **KINDS[kind]))
     names = {kernel.fn.__name__ for kernel, _ in launches}
     assert "attention_dq_kernel" in names
-    assert not {name for name in names for part in ("chunk", "tree", "sweep") if part in name}
+    assert not {name for name in names for part in ("chunk", "upsweep", "carry") if part in name}
 
 
 def test_every_kernel_runs_here(launches, monkeypatch):
@@ -238,8 +240,9 @@ def test_every_kernel_runs_here(launches, monkeypatch):
     run(kernels, inputs)
     q, k, v = inputs.map_floating(torch.detach)[:3]
     out, lse = torch.zeros_like(q), q.new_zeros(1, 2, 260)
-    backend.rectangle_forward(q, k, v, None, None, None, 1.0, out, lse)
-    backend.rectangle_backward(out, q, k, v, None, None, None, lse, lse, 1.0)
+    pair = CrossSegment(q, k, v, None, None, None)
+    backend.cross_segment_forward(pair, 1.0, out, lse)
+    backend.cross_segment_backward(out, pair, lse, lse, 1.0)
     package = importlib.import_module("path_backend.kernels")
     modules = [
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -295,7 +298,7 @@ def test_the_triangular_solve_is_exact_to_fp32(w, dtype):
     """
     rounds = 4 if torch.cuda.is_available() else 2
     x = on_device(128, **dtype, D=64, w=w, beta="two").map(torch.detach)
-    actual = make_frames(prepare(*x[:6], None, 1.0)).inverse
+    actual = make_frames(prepare(x._replace(document_start=None), 1.0)).inverse
     w = x.w.double().transpose(1, 2).unflatten(2, (-1, 64))
     beta = x.beta.double().transpose(1, 2).unflatten(2, (-1, 64))
     eye = torch.eye(64, dtype=torch.float64, device=DEVICE)
@@ -430,9 +433,10 @@ def test_uncovered_cases_are_refused_by_name(case, message):
 )
 def test_cards_with_too_little_shared_memory_are_named(there, case, reason, monkeypatch):
     """Catches a case that a small card fails in the backend, and one that it would have run."""
-    monkeypatch.setattr(config, "shared_memory", lambda: there)
+    card = replace(config.SM_90, shared_memory=there)
+    monkeypatch.setattr(config, "architecture", lambda: card)
     inputs = make_inputs(10, **{"D": 128, "dtype": torch.bfloat16, **case})
-    actual = backend.unsupported_reason(*inputs)
+    actual = backend.unsupported_reason(inputs)
     assert actual is None if reason is None else reason in actual
 
 
