@@ -32,9 +32,10 @@ from path_backend.integration.data import text
 from path_backend.integration.data.tasks import TaskConfig
 from path_backend.integration.repairs import cpu
 from path_backend.integration.torchtitan import train_spec
+from path_backend.layers.variants import VARIANTS
 from path_backend.tasks import FlipFlop, Mqrar
 
-Attention = Literal["default", "path", "path_fox", "fox", "nope", "stick_breaking"]
+Attention: Any = Literal.__getitem__(tuple(VARIANTS))
 Implementation = Literal["auto", "torch", "triton"]
 Sharing = Literal["pieces", "heads"]
 MAX_CONV_WIDTH = 16  # every tap is one more pass over w; the paper uses 3
@@ -72,6 +73,19 @@ class Path:
     """
     What a forget gate keeps before training, in (0, 1): the sigmoid of its bias (path_fox, fox).
     0.5 hides what lies ten tokens back, so that a task whose first step needs more may not start.
+    """
+
+    beta_start: float = 1.0
+    """
+    What beta is before training, in (0, 2): twice the sigmoid of its bias (path, path_fox). Small
+    values let a converted model begin where it was.
+    """
+
+    rope: bool = False
+    """
+    Whether the model's own rotation is multiplied in as well (path, path_fox, fox): q, k and w are
+    rotated by their positions, so that transitions are R H_s. With beta near 0 and gates near 1 this
+    is the model's own attention, which is how a RoPE checkpoint becomes a PaTH model.
     """
 
     document_mask: bool = False
@@ -116,7 +130,14 @@ class Path:
             "gate_start",
             "a number in (0, 1)",
         )
-        _require(type(self.document_mask) is bool, self, "document_mask", "true or false")
+        _require(
+            _is_number(self.beta_start, 0, 2) and self.beta_start < 2,
+            self,
+            "beta_start",
+            "a number in (0, 2)",
+        )
+        for key in ("rope", "document_mask"):
+            _require(type(getattr(self, key)) is bool, self, key, "true or false")
         for key, choices in (("implementation", Implementation), ("context_parallel", Sharing)):
             names = get_args(choices)
             _require(getattr(self, key) in names, self, key, f"one of {', '.join(names)}")

@@ -65,8 +65,8 @@ def test_wheel_holds_every_module_once_and_the_tokenizer(checkout, wheel):
     for path in (checkout / "path_backend").rglob("*.py"):
         expected.add(path.relative_to(checkout).as_posix())
     for folder in ("kernels", "integration"):
-        names = (path.name for path in (checkout / folder).glob("*.py"))
-        expected.update(f"path_backend/{folder}/{name}" for name in names)
+        for path in (checkout / folder).rglob("*.py"):
+            expected.add(f"path_backend/{folder}/{path.relative_to(checkout / folder).as_posix()}")
     assert modules_of(wheel) == expected
 
 

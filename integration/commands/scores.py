@@ -2,8 +2,10 @@
 
 from typing import Any
 
-ATTENTIONS = ("default", "path", "path_fox", "fox", "nope", "stick_breaking")
-LABELS = {name: f"`{name}`" for name in ATTENTIONS} | {"default": "RoPE (`default`)"}
+from path_backend.layers.variants import VARIANTS
+
+ATTENTIONS = tuple(VARIANTS)
+LABELS = {name: variant.label for name, variant in VARIANTS.items()}
 SUCCESS = 0.9  # of a word problem: accuracy at a length that counts as solved
 
 Results = list[dict[str, Any]]

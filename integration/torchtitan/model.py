@@ -7,25 +7,20 @@
 
 import copy
 import functools
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
 import torch
 from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
 
+from path_backend.flops import transform_flops
 from path_backend.integration.data.tasks import training_task
 from path_backend.integration.torchtitan import refusals
-from path_backend.integration.torchtitan.flops import transform_flops_per_token
 from path_backend.layers.attention import PathAttention, document_start_from_eos
-
-PARTS = {
-    "path": {"reflections": True, "forget_gate": False},
-    "path_fox": {"reflections": True, "forget_gate": True},
-    "fox": {"reflections": False, "forget_gate": True},
-    "nope": {"reflections": False, "forget_gate": False},
-    "stick_breaking": {"reflections": False, "forget_gate": False, "stick_breaking": True},
-}
-ATTENTIONS = ("default", *PARTS)
+from path_backend.layers.projections import to_local
+from path_backend.layers.variants import VARIANTS, Variant
 
 
 def args_with_attention(stock: BaseModelArgs) -> "PathArgs":
@@ -53,11 +48,11 @@ class PathArgs:
 
     def update_from_config(self, job_config, **kwargs) -> None:
         self.attention = getattr(job_config.model, "attention", "default")
-        if self.attention not in ATTENTIONS:
+        if self.attention not in VARIANTS:
             raise ValueError(
-                f"model.attention must be one of {', '.join(ATTENTIONS)}, got {self.attention!r}"
+                f"model.attention must be one of {', '.join(VARIANTS)}, got {self.attention!r}"
             )
-        if self.attention != "default":
+        if not self.variant.is_stock:
             self.attn_type = "sdpa"  # the flavor's own may refuse context parallelism
         super().update_from_config(job_config, **kwargs)
         task = training_task(job_config)
@@ -77,8 +72,11 @@ class PathArgs:
     def get_nparams_and_flops(self, model: torch.nn.Module, seq_len: int) -> tuple[int, int]:
         n_params, flops = super().get_nparams_and_flops(model, seq_len)
         if self.reflections:
-            flops += self.n_layers * transform_flops_per_token(
-                self.n_heads, self.kv_heads, self.head_size, seq_len
+            # backward is two forwards, as torchtitan counts
+            flops += (
+                3
+                * self.n_layers
+                * transform_flops(self.n_heads, self.kv_heads, self.head_size, seq_len)
             )
         return n_params, flops
 
@@ -88,13 +86,17 @@ class PathArgs:
         return stock_cls(**_values(self, stock_cls))
 
     @property
+    def variant(self) -> Variant:
+        return VARIANTS[self.attention]
+
+    @property
     def document_mask(self) -> bool:
         flavor_mask = getattr(self, "attn_mask_type", "causal")
         return self.path.document_mask or flavor_mask == "block_causal"
 
     @property
     def reflections(self) -> bool:
-        return self.attention != "default" and PARTS[self.attention]["reflections"]
+        return self.variant.reflections
 
     @property
     def kv_heads(self):
@@ -128,14 +130,39 @@ class TitanAttention(PathAttention):
             **options,
         )
         self._init_stock_weights = type(stock).init_weights
+        self._rotary = _rotary_function(stock) if self.rope else None
 
     def init_weights(self, init_std: float) -> None:
         self._init_stock_weights(self, init_std)
         self.path.init_weights()
 
     def forward(self, x, freqs_cis, attention_masks, positions=None) -> torch.Tensor:
-        """`attention_masks` is document_start [B, T] int32 or None; RoPE's inputs are not used."""
-        return super().forward(x, attention_masks)
+        """`attention_masks` is document_start [B, T] int32 or None. RoPE's table and positions are
+        used with `rope` alone.
+        """
+        if self._rotary is None:
+            return super().forward(x, attention_masks)
+        rotate = functools.partial(self._rotate, to_local(freqs_cis), positions)
+        return super().forward(x, attention_masks, rotate=rotate)
+
+    def _rotate(self, table, positions, x, y):
+        return self._rotary(x, y, table, positions)
+
+
+def _rotary_function(stock: torch.nn.Module) -> Callable:
+    """Returns the host's own rotation of two tensors by a table and positions.
+
+    The attention of torchtitan's models calls it by one name, whatever its scaling and the order of
+    its channels are.
+    """
+    name = "apply_rotary_emb"
+    module = sys.modules[type(stock).__module__]
+    if not hasattr(module, name):
+        raise ValueError(
+            f"model.path.rope = true needs an attention whose module has {name}, "
+            f"got none in {module.__name__}"
+        )
+    return getattr(module, name)
 
 
 @functools.cache
@@ -160,13 +187,13 @@ def _model_class(stock_cls: type[ModelProtocol]) -> type[ModelProtocol]:
             options = {
                 name: getattr(args.path, name)
                 for name in (
-                    *("w_rank", "conv_width", "beta_max"),
-                    *("gate_scale", "gate_start", "implementation"),
+                    *("w_rank", "conv_width", "beta_max", "beta_start"),
+                    *("gate_scale", "gate_start", "rope", "implementation"),
                 )
             }
             for block in self.layers.values():
                 block.attention = TitanAttention(
-                    block.attention, watch=args.watch, **PARTS[args.attention], **options
+                    block.attention, watch=args.watch, **args.variant.options, **options
                 )
 
         def init_weights(self, buffer_device: torch.device | None = None) -> None:

@@ -18,7 +18,9 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 
+from path_backend.arguments import Inputs
 from path_backend.integration.torchtitan import context_parallel
+from path_backend.layers.variants import VARIANTS
 from path_backend.ops import why_not_kernels
 
 KEEPS_PIPELINE_BUFFERS = TorchVersion(torch.__version__) < (2, 13)
@@ -39,6 +41,12 @@ def check_job(args, job_config: JobConfig) -> None:
                 "documents), got true"
             )
         return
+    if args.path.rope and not args.variant.takes_rope:
+        known = ", ".join(name for name, variant in VARIANTS.items() if variant.takes_rope)
+        raise ValueError(
+            f"model.path.rope = true needs model.attention to be one of {known}, "
+            f"got {args.attention!r}"
+        )
     _check_heads(args, job_config)
     context_parallel.check(job_config, args.attention, args.kv_heads)
     _check_lengths(job_config)
@@ -227,11 +235,11 @@ def _check_stock_attention(dims: ParallelDims, job_config: JobConfig) -> None:
 def _check_kernels(args) -> None:
     """Kernels asked for by name that do not take heads of this size, or this device."""
     reason: str | None = "stick-breaking attention is in plain torch"
-    if args.attention != "stick_breaking":
+    if not args.variant.stick_breaking:
         heads = torch.empty(1, 1, 1, args.head_size, dtype=torch.bfloat16, device="meta")
         w = heads if args.reflections else None
         device = torch.device(utils.device_type)
-        reason = why_not_kernels(device, (heads, heads, heads, w, None, None, None))
+        reason = why_not_kernels(device, Inputs(heads, heads, heads, w))
     if reason is not None:
         raise ValueError(
             'model.path.implementation must be "auto" or "torch" here, got "triton", which does '

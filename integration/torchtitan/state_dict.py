@@ -6,6 +6,7 @@ stock ones, as `model.layers.<i>.self_attn.path.<name>`, and they load again by 
 
 torchtitan permutes the rows of Llama's wq and wk on the way, because it pairs RoPE's channels in
 another order than Hugging Face does. Without RoPE nothing pairs channels: rows stay as they are.
+With `[model.path] rope` they are permuted as by torchtitan, and so are those of w.
 """
 
 import functools
@@ -52,6 +53,8 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
                 logger.warning(f"Not in Hugging Face's layout, left out: {', '.join(lost)}")
             exported = super().to_hf(stock)
             for name, value in ours.items():
+                if _rotated(name):
+                    value = self._permute(value, self.model_args.kv_heads)
                 exported[OURS.sub(r"model.layers.\1.self_attn.path.\2", name)] = value
             self._place_in_files(exported)
             self._exported = exported
@@ -61,6 +64,8 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
             ours, stock = _split(hf_state_dict, _OURS_IN_HF)
             state_dict = super().from_hf(stock)
             for name, value in ours.items():
+                if _rotated(name):
+                    value = self._reverse_permute(value, self.model_args.kv_heads)
                 state_dict[_OURS_IN_HF.sub(r"layers.\1.attention.path.\2", name)] = value
             return state_dict
 
@@ -95,12 +100,14 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
                 )
             return reader
 
-        # Llama's adapter calls them for wq and wk.
+        # Llama's adapter calls them for wq and wk; Qwen3's has none.
         def _permute(self, weight, *shape):
-            return weight
+            permute = getattr(super(), "_permute", None)
+            return permute(weight, *shape) if permute and self.model_args.path.rope else weight
 
         def _reverse_permute(self, weight, *shape):
-            return weight
+            permute = getattr(super(), "_reverse_permute", None)
+            return permute(weight, *shape) if permute and self.model_args.path.rope else weight
 
         def _place_in_files(self, exported: dict[str, Any]) -> None:
             """Put each new parameter into the file of its layer's q_proj, if there are files."""
@@ -113,6 +120,11 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
 
     PathAdapter.__name__ = PathAdapter.__qualname__ = f"Path{stock_cls.__name__}"
     return PathAdapter
+
+
+def _rotated(name: str) -> bool:
+    """Whether the rows of a parameter are channels of w, which RoPE pairs as those of k."""
+    return name.endswith(("path.w_up.weight", "path.conv.weight"))
 
 
 def names_in_layers(parameters: Iterable[str], pattern: re.Pattern = OURS) -> set[str]:

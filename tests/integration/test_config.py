@@ -19,12 +19,12 @@ from torchtitan.models import deepseek_v3, llama3, qwen3
 from torchtitan.protocols import train_spec as registry
 from torchtitan.tools import utils
 
+from path_backend.flops import transform_flops
 from path_backend.integration import job_config
 from path_backend.integration.data.text import TOKENIZER_DIR
 from path_backend.integration.repairs import cpu
 from path_backend.integration.torchtitan import train_spec
-from path_backend.integration.torchtitan.flops import transform_flops_per_token
-from path_backend.integration.torchtitan.model import ATTENTIONS
+from path_backend.layers.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -133,7 +133,7 @@ def test_every_key_has_a_docstring():
 
 def test_choices_are_listed_once():
     """A value that the command line takes and the model does not, or the reverse."""
-    assert job_config.Attention.__args__ == ATTENTIONS
+    assert job_config.Attention.__args__ == VARIANTS
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_flops_by_hand():
     key = 2 * 64 * 16 * 4 + 2 * 64 * 64 + 2 * 16 * 16  # WW, KW, (up X) W, XW; up X; P
     key += 2 * (2 * 16 * 16) / 2
     key += (2 * 2 * 16**3 + 1 * 2 * 16**3) / 256  # two products of P below, one on top
-    assert transform_flops_per_token(4, 2, 16, 256) == 3 * (4 * query + 2 * key)
+    assert transform_flops(4, 2, 16, 256) == (4 * query + 2 * key)
 
     job = parse("--training.seq_len=256", "--model.attention=fox")
     totals = {}
@@ -346,7 +346,7 @@ def test_flops_by_hand():
     # Llama 3 debug: width 256, 6 layers, 16 heads of 16. Weights cost 6 FLOPs each.
     parameters = 6 * (256 * 32 + 32 * 256 + 256 * 3 + 256 * 16 + 16)
     assert totals["path_fox"][0] - totals["fox"][0] == parameters
-    extra = 6 * parameters + 6 * transform_flops_per_token(16, 16, 16, 256)
+    extra = 6 * parameters + 18 * transform_flops(16, 16, 16, 256)
     assert totals["path_fox"][1] - totals["fox"][1] == extra
 
     # All of it: feed-forward width 768, vocabulary 2048, squares of 256 x 256 scores per head.
@@ -355,7 +355,7 @@ def test_flops_by_hand():
     )  # with the gate, without w, beta
     weights = parameters + 6 * block + 256 + 256 * 2048
     scores = 6 * 16 * 3 * (2 * 2 * 16 * 256)  # q k^T and p v; the backward is two forwards
-    transforms = 6 * transform_flops_per_token(16, 16, 16, 256)
+    transforms = 18 * transform_flops(16, 16, 16, 256)
     assert totals["path_fox"] == (weights + 2048 * 256, 6 * weights + scores + transforms)
 
 

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
@@ -16,6 +15,7 @@ from trainer import ROOT
 
 from path_backend.integration.commands import evaluate, perplexity
 from path_backend.integration.data import tasks
+from path_backend.integration.data.scalars import read_scalars
 from path_backend.integration.data.task_error import count_errors
 from path_backend.integration.torchtitan.job import load_job
 
@@ -253,14 +253,13 @@ def test_command(tmp_path):
     assert result["command"].startswith("path-backend evaluate --config ")
     assert result["versions"]["torch"] == torch.__version__
     assert result["perplexity"].keys() == {"python_stdlib_validation", "configs"}
-    events = EventAccumulator(str(tmp_path / "tb" / "evaluation")).Reload()
+    scalars = read_scalars(tmp_path / "tb" / "evaluation")
     for name, rows in result["perplexity"].items():
         assert [row["length"] for row in rows] == [16, 32]
         assert len(rows[1]["loss_by_position"]) == 4
         for row in rows:
-            (event,) = events.Scalars(f"evaluation/{name}/perplexity_at_{row['length']}")
-            assert event.step == 7
-            assert event.value == pytest.approx(row["perplexity"], rel=1e-5)
+            values = scalars[f"evaluation/{name}/perplexity_at_{row['length']}"]
+            assert values == {7: pytest.approx(row["perplexity"], rel=1e-5)}
 
 
 def test_scalars_of_a_task():
