@@ -84,8 +84,8 @@ class Path:
     rope: bool = False
     """
     Whether the model's own rotation is multiplied in as well (path, path_fox, fox): q, k and w are
-    rotated by their positions, so that transitions are R H_s. With beta near 0 and gates near 1 this
-    is the model's own attention, which is how a RoPE checkpoint becomes a PaTH model.
+    rotated by their positions, so that transitions are R H_s. With beta near 0 and gates near 1
+    this is the model's own attention, which is how a RoPE checkpoint becomes a PaTH model.
     """
 
     document_mask: bool = False

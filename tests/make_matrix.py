@@ -1,4 +1,4 @@
-"""Run every cell of test_parallel.py and write the results into the table of the README.
+"""Run every cell of test_parallel.py and write the results into the table of PARALLELISM.md.
 
 python tests/make_matrix.py [pytest arguments, such as -n 2]
 
@@ -14,12 +14,14 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from test_parallel import BACKEND, COLUMNS, LAYOUTS, REFUSALS
+sys.path.insert(0, str(Path(__file__).resolve().parent / "integration"))
 
-from path_backend.benchmarks.provenance import commit, version
+from test_parallel import BACKEND, COLUMNS, LAYOUTS, REFUSALS  # noqa: E402
+
+from path_backend.benchmarks.provenance import commit, version  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
-README = TESTS.parent / "README.md"
+DOCUMENT = TESTS.parent / "PARALLELISM.md"
 BEGIN, END = "<!-- make_matrix.py: begin -->", "<!-- make_matrix.py: end -->"
 ROWS = [layout.name for layout in (*LAYOUTS, *(refusal.layout for refusal in REFUSALS))]
 
@@ -36,10 +38,12 @@ def main() -> None:
         cells = recorded(ElementTree.parse(report))
     left_out = [f"{row}, {c}" for row in ROWS for c in COLUMNS if str(c) not in cells.get(row, {})]
     if left_out:
-        sys.exit(f"README.md is as it was: it needs every cell, not run: {'; '.join(left_out)}")
-    before, rest = README.read_text().split(BEGIN)
+        sys.exit(
+            f"{DOCUMENT.name} is as it was: it needs every cell, not run: {'; '.join(left_out)}"
+        )
+    before, rest = DOCUMENT.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    README.write_text(f"{before}{BEGIN}\n{table(cells)}\n{origin}\n{END}{after}")
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{table(cells)}\n{origin}\n{END}{after}")
     sys.exit(done.returncode)
 
 

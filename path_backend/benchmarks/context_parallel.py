@@ -166,7 +166,7 @@ def take(x: Tensor, layout: Layout) -> Tensor:
 
 
 def bytes_sent(x: Inputs, ranks: int, segments: int, method: str) -> tuple[int, int]:
-    """Bytes that a rank sends forward and backward, by README's formula (exchange.py, ulysses.py).
+    """Bytes that a rank sends forward and backward, by the formula of PARALLELISM.md.
 
     x: a rank's inputs, not in fp64; segments: how many of the sequence a rank holds.
     """

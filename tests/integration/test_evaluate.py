@@ -234,7 +234,7 @@ def run_command(*arguments):
 
 
 def test_command(tmp_path):
-    """The command of the README failing, or figures that miss the file or TensorBoard."""
+    """The command of GUIDE.md failing, or figures that miss the file or TensorBoard."""
     overrides = ("--model.attention=path", "--training.seq_len=16", "--model.flavor=debugmodel")
     job = load_job([f"--job.config_file={TEXT_JOB}", *overrides])
     save(job, tmp_path / "checkpoint", step=7)

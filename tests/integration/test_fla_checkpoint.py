@@ -253,7 +253,7 @@ def test_folder_without_a_configuration(tmp_path, made):
 
 
 def test_command(tmp_path):
-    """The command of the README."""
+    """The command of GUIDE.md."""
     args = fla_checkpoint.job_args([*JOB, "--model.attention=path"])
     make_model(args, tmp_path / "hf")
     module = [

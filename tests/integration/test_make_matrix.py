@@ -1,4 +1,4 @@
-"""The table of layouts in the README."""
+"""The table of layouts of PARALLELISM.md."""
 
 import re
 import sys
@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import make_matrix
 import pytest
 import torch
-from make_matrix import BEGIN, END, README, ROWS, recorded, table
+from make_matrix import BEGIN, DOCUMENT, END, ROWS, recorded, table
 from parity import FP32
 from test_parallel import COLUMNS, LAYOUTS
 
@@ -57,17 +57,17 @@ def test_columns_that_differ_are_told_apart():
 
 def test_a_run_of_some_cells_is_not_written(monkeypatch):
     """Cells of another commit under the stamp of this one."""
-    before = README.read_text()
+    before = DOCUMENT.read_text()
     monkeypatch.setattr(sys, "argv", ["make_matrix.py", "--collect-only", "-q"])
     with pytest.raises(SystemExit, match="every cell, not run: gradient accumulation, llama3 path"):
         make_matrix.main()
-    assert README.read_text() == before
+    assert DOCUMENT.read_text() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the table is that of a CPU")
-def test_readme_has_every_cell():
+def test_document_has_every_cell():
     """A layout whose result nobody wrote down, of an unknown day, or within an unnamed budget."""
-    written, origin = README.read_text().split(BEGIN)[1].split(END)[0].strip("\n").split("\n\n")
+    written, origin = DOCUMENT.read_text().split(BEGIN)[1].split(END)[0].strip("\n").split("\n\n")
     cells = read(written)
     assert list(cells) == ROWS
     assert table(cells) == written + "\n"

@@ -1,7 +1,7 @@
 """Every layout of torchtitan trains what one rank trains.
 
 Always on is each row in one column, the columns taking turns; PATH_BACKEND_MATRIX=1 runs each row
-in all of them. make_matrix.py does so and writes the table of the README.
+in all of them. make_matrix.py does so and writes the table of PARALLELISM.md.
 """
 
 import importlib.util
@@ -242,7 +242,7 @@ def parity(tmp_path_factory):
 
 @pytest.fixture
 def cell(record_property):
-    """Record a cell of the README's table."""
+    """Record a cell of the table of PARALLELISM.md."""
 
     def record(layout: Layout, column: Column, text: str) -> None:
         for name, value in (("row", layout.name), ("column", str(column)), ("cell", text)):
