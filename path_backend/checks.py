@@ -32,10 +32,16 @@ def check_values(inputs: Inputs, starts: Sequence[int] = (0,)) -> None:
         length = inputs.document_start.shape[1] // len(starts)
         for segment, first in zip(inputs.document_start.split(length, 1), starts, strict=True):
             check_document_start(segment, first)
-    if inputs.log_gate is not None:
-        _check_gate(inputs.log_gate)
-    if inputs.w is not None and inputs.beta is not None:
-        _check_reflections(inputs.w, inputs.beta)
+    try:
+        if inputs.log_gate is not None:
+            _check_gate(inputs.log_gate)
+        if inputs.w is not None and inputs.beta is not None:
+            _check_reflections(inputs.w, inputs.beta)
+    except ValueError:
+        # A NaN in q too came from before the call, and is the caller's to see in the result. A
+        # pipeline runs its stages on uninitialised memory to learn their shapes.
+        if not inputs.q.isnan().any():
+            raise
 
 
 def check_document_start(document_start: Tensor, first: int = 0) -> None:

@@ -230,7 +230,13 @@ def test_values_that_mean_nothing_are_named(case):
     assert "[0, 3, 1] = " in str(caught.value) and str(caught.value).endswith(got)
 
 
-def test_contractions_are_taken(monkeypatch):
+def test_nan_from_before_the_call_spreads():
+    """Catches a pipeline that cannot learn its stages' shapes from uninitialised memory."""
+    nan = {name: torch.full_like(x, torch.nan) for name, x in VALID.differentiable().items()}
+    assert call(**nan).isnan().all()
+
+
+def test_contractions_are_taken():
     """Catches a check that refuses short or long w whose reflections are contractions."""
     call(w=VALID.w * 0)
     call(w=VALID.w * 2, beta=VALID.beta / 8)

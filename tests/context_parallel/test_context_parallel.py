@@ -253,7 +253,7 @@ def test_transfers_overlap_the_attention():
 @pytest.mark.parametrize("method", [*METHODS, "heads"])
 @pytest.mark.parametrize("case", ["path", "path_fox", "fox", "nope"])
 def test_communication_is_what_the_formula_says(case, method, ranks):
-    """Catches tensors sent twice, or in more bytes than needed: PARALLELISM.md's table is wrong then."""
+    """Catches tensors sent twice, or in more bytes than needed: PARALLELISM.md is wrong then."""
     options = CASES[case] | dict(B=2, HQ=16, H=8, D=16, DV=8)
     inputs = make_inputs(40 * ranks, **options, dtype=torch.bfloat16)
     layout = Layout.head_tail(ranks, 20)
