@@ -17,10 +17,19 @@ dq+ and dk+ are kept for dP; at the end dq and dk are the gradients of q_start a
 comes from above the last level, but to a segment of a longer sequence: from the other segments.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from .attention_forward import diagonal_logits, gate_between, seen_from
+from .attention_forward import (
+    Keys,
+    diagonal_logits,
+    gate_between,
+    load_documents,
+    place_of_queries,
+    seen_from,
+)
 from .carry import key_moves, query_moves
 from .levels import blocks_of_level, rows_of_level
 from .products import as_product, move
@@ -74,55 +83,71 @@ def load_rows(rows_ptr, first, ROWS: tl.constexpr):
     return tl.split(pair)
 
 
+class QueryGradient(NamedTuple):
+    """What the dq pass sums up for a tile of query rows."""
+
+    dq: tl.tensor  # [M, D], without scale
+    row_sum: tl.tensor  # [M], of ds
+
+
+class QueryRows(NamedTuple):
+    """What the dq pass knows of its query rows beside q: see `load_rows`, `Documents`."""
+
+    d_out: tl.tensor
+    bias: tl.tensor
+    delta: tl.tensor
+    gate_ref: tl.tensor
+    first_key: tl.tensor
+
+
 @triton.jit
 def query_step(
-    dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N: tl.constexpr,
-    FULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    grads, s, rows, k, v, start, T, BLOCK_N: tl.constexpr, FULL: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes one tile of base-2 logits s [M, N], less log-sum-exp: adds to dq (without scale) and
-    the row sums of ds. FULL: the tile does not pass the end T.
+    """Takes one tile of base-2 logits s [M, N], less log-sum-exp, and adds to the `QueryGradient`.
+    FULL: the tile does not pass the end T.
     """
+    dq, row_sum = grads
     p = tl.math.exp2(s)
     if HAS_DOC:
-        p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], p, 0.0)
+        p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= rows.first_key[:, None], p, 0.0)
     if not FULL:
         p = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], p, 0.0)
-    ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    ds = p * (tl.dot(rows.d_out, tl.trans(v), input_precision=PRECISION) - rows.delta[:, None])
     if HAS_GATE:
         row_sum += tl.sum(ds, 1)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq, row_sum
+    return QueryGradient(dq, row_sum)
 
 
 @triton.jit
-def query_gradient(
-    dq, row_sum, q, d_out, bias, delta, k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq, shift,
-    lo, hi, gate_ref, first_key, T, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, FULL: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+def query_pass(
+    grads, q, rows, keys, shift, lo, hi, T, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, FULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dq (without scale) and to the row sums of ds those over the keys lo ... hi - 1: see
-    `attend`.
+    """Adds to the `QueryGradient` of the rows that of the `Keys` lo ... hi - 1: see `attend`.
 
     Unless STAGES is None, the loads of the next tile are issued before the second half of this
     one's work, at the loop's end otherwise: the compiler puts a branch (always taken) behind them.
     """
     limit = None if FULL else T
     for start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
-        k = load_head_tile(k_tiles, b, h, start + shift, limit, BLOCK_N, BLOCK_D)
-        v = load_head_tile(v_tiles, b, h, start, limit, BLOCK_N, BLOCK_DV)
+        k = load_head_tile(keys.k_tiles, keys.b, keys.h, start + shift, limit, BLOCK_N, BLOCK_D)
+        v = load_head_tile(keys.v_tiles, keys.b, keys.h, start, limit, BLOCK_N, BLOCK_DV)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
-            between = gate_between(offset_ptr, start, gate_ref)
-            s += (bias + between)[:, None] - load_head_row(gate_tiles, b, hq, start, BLOCK_N)
+            between = gate_between(keys.offset_ptr, start, rows.gate_ref)
+            row = (rows.bias + between)[:, None]
+            s += row - load_head_row(keys.gate_tiles, keys.b, keys.hq, start, BLOCK_N)
         else:
-            s += bias[:, None]
+            s += rows.bias[:, None]
         if STAGES is None or start < hi:
-            dq, row_sum = query_step(
-                dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N, FULL, HAS_GATE,
-                HAS_DOC, PRECISION,
-            )  # fmt: skip
-    return dq, row_sum
+            grads = query_step(
+                grads, s, rows, k, v, start, T, BLOCK_N, FULL, HAS_GATE, HAS_DOC, PRECISION
+            )
+    return grads
 
 
 @kernel
@@ -141,11 +166,8 @@ def attention_dq_kernel(
     `incoming` is the gradient of the queries at the start of the segment. SPLIT: keys that every
     row sees have a loop of their own, without a mask.
     """
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
-    q_head = tl.program_id(1)
-    b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
-    h = hq // GROUP
-    q_head = q_head.to(tl.int64)
+    at = place_of_queries(HQ, GROUP, CHUNK)
+    m0, b, hq, h, q_head = at
     q_ptr += b * stride_qb + hq * stride_qh
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
@@ -161,28 +183,23 @@ def attention_dq_kernel(
     row = tl.arange(0, CHUNK)
     rows = m0 + row
     gate_ref = tl.load(offset_ptr + m0 // GATE_SPAN) if HAS_GATE else 0.0
-    first_key = rows
-    document = 0
-    last_document = 0
-    if HAS_DOC:
-        first_key = tl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
-        document = tl.load(start_ptr + b * T + m0)
-        last_document = tl.load(start_ptr + b * T + tl.minimum(m0 + CHUNK, T) - 1)
+    documents = load_documents(start_ptr, at, rows, T, CHUNK, HAS_DOC)
     bias, delta = load_rows(rows_ptr + q_head * num_chunks * CHUNK * 2, m0, CHUNK)
     d_out = load_tile(d_out_ptr, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
+    of_rows = QueryRows(d_out, bias, delta, gate_ref, documents.first_key)
 
     dq = tl.zeros([CHUNK, BLOCK_D], tl.float32)
     row_sum = tl.zeros([CHUNK], tl.float32)
     q = load_tile(q_ptr, m0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
     s = diagonal_logits(
         q, k_ptr, intra_ptr, m0, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK, HAS_PATH, PRECISION
-    )  # fmt: skip
+    )
     s = s * logit_scale + bias[:, None]
     if HAS_GATE:
         s -= tl.load(gate_ptr + rows, mask=rows < T, other=0.0)[None, :]
     visible = (rows[None, :] <= rows[:, None]) & (rows < T)[:, None]
     if HAS_DOC:
-        visible &= rows[None, :] >= first_key[:, None]
+        visible &= rows[None, :] >= documents.first_key[:, None]
     p = tl.where(visible, tl.math.exp2(s), 0.0)
     v = load_tile(v_ptr, m0, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
     ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
@@ -204,37 +221,39 @@ def attention_dq_kernel(
             block = (m0 // CHUNK) >> level
             row_base -= rows_of_level(T, level, CHUNK)
             block_base -= blocks_of_level(T, level, CHUNK)
-            if (block % 2 == 1) & ((block * half > document) | SEGMENT):
+            if (block % 2 == 1) & ((block * half > documents.first) | SEGMENT):
                 left = (block - 1) * half
                 here = row_base + left // 2 + m0 - block * half
                 q_here = load_full_tile(q_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
-                if query_moves(block, half, document, SEGMENT):
+                if query_moves(block, half, documents.first, SEGMENT):
                     store_tile(
                         dq_moved_ptr, here, BLOCK_D, moved_rows, dq * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
                     product = load_product(product_tiles, b, h, block_base + block - 1, BLOCK_D)
                     dq = move(dq, product, False, MOVE)
                 shift = row_base - left // 2
-                lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
+                lo = tl.maximum(left, documents.first // BLOCK_N * BLOCK_N)
                 middle = block * half
                 if SPLIT or not HAS_DOC:
-                    middle = seen_from(last_document, lo, middle, BLOCK_N, HAS_DOC)
+                    middle = seen_from(documents.last, lo, middle, BLOCK_N, HAS_DOC)
                 for seen in tl.static_range(0 if HAS_DOC else 1, 2 if SPLIT or not HAS_DOC else 1):
                     if seen or lo < middle:  # an empty loop still asks for its first tiles
-                        dq, row_sum = query_gradient(
-                            dq, row_sum, q_here, d_out, bias, delta, k_tiles, v_tiles, gate_tiles,
-                            offset_ptr, b, h, hq, shift, middle if seen else lo,
-                            block * half if seen else middle, gate_ref, first_key, T, logit_scale,
-                            BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_GATE, not seen, PRECISION, STAGES,
+                        dq, row_sum = query_pass(
+                            QueryGradient(dq, row_sum), q_here, of_rows,
+                            Keys(k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq), shift,
+                            middle if seen else lo, block * half if seen else middle, T,
+                            logit_scale, BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_GATE, not seen,
+                            PRECISION, STAGES,
                         )  # fmt: skip
     else:
         k = load_tile(k_ptr, m0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         if m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
-            dq, row_sum = query_gradient(
-                dq, row_sum, q, d_out, bias, delta, k_tiles, v_tiles, gate_tiles, offset_ptr, b, h,
-                hq, 0, document // BLOCK_N * BLOCK_N, m0, gate_ref, first_key, T, logit_scale,
-                BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION, STAGES,
+            dq, row_sum = query_pass(
+                QueryGradient(dq, row_sum), q, of_rows,
+                Keys(k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq), 0,
+                documents.first // BLOCK_N * BLOCK_N, m0, T, logit_scale, BLOCK_D, BLOCK_DV,
+                BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION, STAGES,
             )  # fmt: skip
     dq_ptr += b * stride_dqb + hq * stride_dqh
     store_tile(dq_ptr, m0, stride_dqt, T, dq * scale, CHUNK, BLOCK_D, HEAD_DIM)
@@ -272,7 +291,7 @@ def key_pass(
 ):  # fmt: skip
     """Passes the query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL
     not; query i is row i + shift of its source. Rows past the end have a bias of -inf. STAGES: see
-    `query_gradient`.
+    `query_pass`.
     """
     for m in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
         rows = m + tl.arange(0, BLOCK_M)
