@@ -36,6 +36,7 @@ from .products import as_product, move
 from .tiles import (
     GATE_SPAN,
     LOG2_E,
+    Source,
     gate_rows,
     kernel,
     load_full_tile,
@@ -261,14 +262,45 @@ def attention_dq_kernel(
         tl.store(row_sum_ptr + q_head * T + rows, row_sum, mask=rows < T)
 
 
+class KeyGradient(NamedTuple):
+    """What the dk, dv pass sums up for a tile of keys."""
+
+    dk: tl.tensor  # [N, D], without scale
+    dv: tl.tensor  # [N, DV]
+    col_sum: tl.tensor  # [N], of ds
+
+
+class KeyRows(NamedTuple):
+    """The keys of a program: their tiles, positions, gates and the offset of their span."""
+
+    k: tl.tensor
+    v: tl.tensor
+    keys: tl.tensor
+    gate_k: tl.tensor
+    gate_ref: tl.tensor
+
+
+class Queries(NamedTuple):
+    """What passes by a key tile: queries of one head. Built where it is passed on, as `Keys`."""
+
+    q_tiles: Source
+    d_out_tiles: Source
+    rows_ptr: tl.tensor
+    offset_ptr: tl.tensor
+    start_ptr: tl.tensor
+    b: tl.tensor
+    q_head: tl.tensor
+
+
 @triton.jit
-def key_gradient(
-    dk, dv, col_sum, s, v, q, d_out, delta, visible, MASKED: tl.constexpr,
-    NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
+def key_step(
+    grads, s, v, q, d_out, delta, visible, MASKED: tl.constexpr, NEEDS_DK: tl.constexpr,
+    HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes one tile of transposed base-2 logits s [N, M], less log-sum-exp: adds to dk (without
-    scale), dv and the column sums of ds. MASKED: only `visible` pairs count.
+    """Takes one tile of transposed base-2 logits s [N, M], less log-sum-exp, and adds to the
+    `KeyGradient`. MASKED: only `visible` pairs count.
     """
+    dk, dv, col_sum = grads
     p = tl.math.exp2(s)
     if MASKED:
         p = tl.where(visible, p, 0.0)
@@ -279,40 +311,40 @@ def key_gradient(
             col_sum += tl.sum(ds, 1)
         if NEEDS_DK:
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv, col_sum
+    return KeyGradient(dk, dv, col_sum)
 
 
 @triton.jit
 def key_pass(
-    dk, dv, col_sum, k, v, q_tiles, d_out_tiles, rows_ptr, offset_ptr, start_ptr, b, q_head, shift,
-    lo, hi, T, keys, gate_k, gate_ref, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    grads, tile, queries, shift, lo, hi, T, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Passes the query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL
-    not; query i is row i + shift of its source. Rows past the end have a bias of -inf. STAGES: see
-    `query_pass`.
+    """Adds to the `KeyGradient` of the tile's `KeyRows` that of the `Queries` lo ... hi - 1: all of
+    them after the keys, or with CAUSAL not; query i is row i + shift of its source. Rows past the
+    end have a bias of -inf. STAGES: see `query_pass`.
     """
     for m in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
         rows = m + tl.arange(0, BLOCK_M)
-        q = load_head_tile(q_tiles, b, q_head, m + shift, T + shift, BLOCK_M, BLOCK_D)
-        d_out = load_head_tile(d_out_tiles, b, q_head, m, T, BLOCK_M, BLOCK_DV)
-        bias, delta = load_rows(rows_ptr, m, BLOCK_M)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias[None, :]
+        b, q_head = queries.b, queries.q_head
+        q = load_head_tile(queries.q_tiles, b, q_head, m + shift, T + shift, BLOCK_M, BLOCK_D)
+        d_out = load_head_tile(queries.d_out_tiles, b, q_head, m, T, BLOCK_M, BLOCK_DV)
+        bias, delta = load_rows(queries.rows_ptr, m, BLOCK_M)
+        s = tl.dot(tile.k, tl.trans(q), input_precision=PRECISION) * scale + bias[None, :]
         if HAS_GATE:
-            s -= (gate_k + gate_between(offset_ptr, m, gate_ref))[:, None]
+            s -= (tile.gate_k + gate_between(queries.offset_ptr, m, tile.gate_ref))[:, None]
         visible = True
         if CAUSAL:
-            visible = keys[:, None] <= rows[None, :]
+            visible = tile.keys[:, None] <= rows[None, :]
         if HAS_DOC:
-            first_key = tl.load(start_ptr + rows, mask=rows < T, other=0)
-            visible &= keys[:, None] >= first_key[None, :]
+            first_key = tl.load(queries.start_ptr + rows, mask=rows < T, other=0)
+            visible &= tile.keys[:, None] >= first_key[None, :]
         if STAGES is None or m < hi:
-            dk, dv, col_sum = key_gradient(
-                dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
+            grads = key_step(
+                grads, s, tile.v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
                 PRECISION,
             )  # fmt: skip
-    return dk, dv, col_sum
+    return grads
 
 
 @kernel
@@ -387,17 +419,20 @@ def attention_dkdv_kernel(
             d_out = load_tile(
                 d_out_ptr + g * stride_gh, n0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V
             )
-            dk, dv, col_sum = key_gradient(
-                dk, dv, col_sum, s, v, d_out, d_out, delta, visible, True, False, HAS_GATE,
-                PRECISION,
+            dk, dv, col_sum = key_step(
+                KeyGradient(dk, dv, col_sum), s, v, d_out, d_out, delta, visible, True, False,
+                HAS_GATE, PRECISION,
             )  # fmt: skip
         else:
             for part in tl.static_range(2):  # the diagonal, what follows
                 dk, dv, col_sum = key_pass(
-                    dk, dv, col_sum, k, v, q_tiles, d_out_tiles, group_rows_ptr, offset_ptr + g *
-                    spans, start_ptr, b, h * GROUP + g, 0, n0 + CHUNK if part else n0, reach if part
-                    else n0 + CHUNK, T, keys, gate_k, gate_ref, logit_scale, BLOCK_D, BLOCK_DV,
-                    BLOCK_M, part == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES,
+                    KeyGradient(dk, dv, col_sum),
+                    KeyRows(k, v, keys, gate_k, gate_ref),
+                    Queries(
+                        q_tiles, d_out_tiles, group_rows_ptr, offset_ptr + g * spans, start_ptr, b,
+                        h * GROUP + g,
+                    ), 0, n0 + CHUNK if part else n0, reach if part else n0 + CHUNK, T, logit_scale,
+                    BLOCK_D, BLOCK_DV, BLOCK_M, part == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES,
                 )  # fmt: skip
         if HAS_GATE:
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
@@ -442,12 +477,14 @@ def attention_dkdv_kernel(
                     for part in tl.static_range(2 if HAS_DOC else 1):
                         if part == 0 or middle < hi:  # an empty loop still asks for tiles
                             dk, dv, col_sum = key_pass(
-                                dk, dv, col_sum, k_here, v, q_tiles, d_out_tiles, rows_ptr + g *
-                                num_chunks * CHUNK * 2, offset_ptr + g * spans, start_ptr, b,
-                                h * GROUP + g, shift, middle if part else right,
-                                hi if part else middle, T, keys, gate_k, gate_ref, logit_scale,
-                                BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_GATE, part == 1, PRECISION,
-                                STAGES,
+                                KeyGradient(dk, dv, col_sum),
+                                KeyRows(k_here, v, keys, gate_k, gate_ref),
+                                Queries(
+                                    q_tiles, d_out_tiles, rows_ptr + g * num_chunks * CHUNK * 2,
+                                    offset_ptr + g * spans, start_ptr, b, h * GROUP + g,
+                                ), shift, middle if part else right, hi if part else middle, T,
+                                logit_scale, BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_GATE, part == 1,
+                                PRECISION, STAGES,
                             )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads

@@ -10,7 +10,16 @@ or those which see some key tile, are the first ones.
 
 import triton.language as tl
 
-from .attention_backward import QueryGradient, QueryRows, key_pass, load_rows, query_pass
+from .attention_backward import (
+    KeyGradient,
+    KeyRows,
+    Queries,
+    QueryGradient,
+    QueryRows,
+    key_pass,
+    load_rows,
+    query_pass,
+)
 from .attention_forward import Keys, Softmax, attend
 from .products import as_product
 from .tiles import LN_2, LOG2_E, kernel, load_tile, store_tile
@@ -134,11 +143,11 @@ def cross_segment_dkdv_kernel(
         if HAS_GATE:
             gate_k = tl.load(gate_k_ptr + q_head * tl.cdiv(TK, ROWS) * ROWS + keys)
         col_sum = tl.zeros([ROWS], tl.float32)
+        group_rows_ptr = rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2
         dk, dv, col_sum = key_pass(
-            dk, dv, col_sum, k, v, q_tiles, d_out_tiles, rows_ptr + q_head * tl.cdiv(TQ, ROWS) *
-            ROWS * 2, None, first_ptr, b, hq, 0, 0, reach, TQ, keys, gate_k, 0.0, scale *
-            LOG2_E, BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_GATE, HAS_DOC, PRECISION,
-            STAGES,
+            KeyGradient(dk, dv, col_sum), KeyRows(k, v, keys, gate_k, 0.0),
+            Queries(q_tiles, d_out_tiles, group_rows_ptr, None, first_ptr, b, hq), 0, 0, reach, TQ,
+            scale * LOG2_E, BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_GATE, HAS_DOC, PRECISION, STAGES,
         )  # fmt: skip
         if HAS_GATE:
             tl.store(d_gate_k_ptr + q_head * TK + keys, col_sum, mask=keys < TK)

@@ -63,7 +63,7 @@ def starts(T, *begins):
 @pytest.mark.parametrize("kind", ["path", "path_fox"])
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 128, 130, 190, 257, 320, 520])
 def test_lengths(T, kind):
-    """Catches an off-by-one at a chunk or where the blocks of levels are cut, a row left unwritten."""
+    """Catches an off-by-one at a chunk or where levels are cut, a row left unwritten."""
     check(on_device(T, **KINDS[kind]))
 
 
