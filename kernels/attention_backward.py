@@ -85,14 +85,14 @@ def load_rows(rows_ptr, first, ROWS: tl.constexpr):
 
 
 class QueryGradient(NamedTuple):
-    """What the dq pass sums up for a tile of query rows."""
+    """Sums of the dq pass for a tile of query rows."""
 
     dq: tl.tensor  # [M, D], without scale
     row_sum: tl.tensor  # [M], of ds
 
 
 class QueryRows(NamedTuple):
-    """What the dq pass knows of its query rows beside q: see `load_rows`, `Documents`."""
+    """Query rows of the dq pass, beside q: see `load_rows`, `Documents`."""
 
     d_out: tl.tensor
     bias: tl.tensor
@@ -263,7 +263,7 @@ def attention_dq_kernel(
 
 
 class KeyGradient(NamedTuple):
-    """What the dk, dv pass sums up for a tile of keys."""
+    """Sums of the dk, dv pass for a tile of keys."""
 
     dk: tl.tensor  # [N, D], without scale
     dv: tl.tensor  # [N, DV]
@@ -281,7 +281,7 @@ class KeyRows(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What passes by a key tile: queries of one head. Built where it is passed on, as `Keys`."""
+    """Queries of one head, which pass by a key tile. Built where it is passed on, as `Keys`."""
 
     q_tiles: Source
     d_out_tiles: Source

@@ -41,7 +41,7 @@ class Softmax(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What passes by a query tile of head `hq`; the offsets of the gate may be None.
+    """Keys of one head, which pass by a query tile of head `hq`. The gate's offsets may be None.
 
     Built where it is passed on: an assignment would make values of the strides that are compiled
     in.
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Where the documents of a tile of query rows begin: of each row, of the first, of the last."""
+    """Starts of the documents of a tile of query rows: of each row, of the first, of the last."""
 
     first_key: tl.tensor
     first: tl.tensor

@@ -27,7 +27,7 @@ from .tiles import kernel, load_tile, store_matrix, store_tile, tile_pointers
 
 
 class Moved(NamedTuple):
-    """What P moved at every level, the gradients of what came out, and where documents lie."""
+    """The rows that P moved at every level, the gradients of the results, and the documents."""
 
     q_levels_ptr: tl.tensor
     k_levels_ptr: tl.tensor

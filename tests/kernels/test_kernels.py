@@ -269,7 +269,7 @@ OF_KEYS = "k v w beta inverse product k_levels dk dk_moved dk_end dv dw d_beta d
 
 
 def shape_of(argument):
-    """Of a tensor, by itself or as a kernel fetches tiles of it."""
+    """Returns the shape of a tensor, by itself or as a kernel loads tiles of it."""
     return tuple((argument[0] if isinstance(argument, tuple) else argument).shape)
 
 
