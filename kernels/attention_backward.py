@@ -36,7 +36,6 @@ from .products import as_product, move
 from .tiles import (
     GATE_SPAN,
     LOG2_E,
-    Source,
     gate_rows,
     kernel,
     load_full_tile,
@@ -124,9 +123,9 @@ def query_step(
 
 @triton.jit
 def query_pass(
-    grads, q, rows, keys, shift, lo, hi, T, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, FULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    grads, q, rows, k_tiles, v_tiles, keys, shift, lo, hi, T, scale, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds to the `QueryGradient` of the rows that of the `Keys` lo ... hi - 1: see `attend`.
 
@@ -135,8 +134,8 @@ def query_pass(
     """
     limit = None if FULL else T
     for start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
-        k = load_head_tile(keys.k_tiles, keys.b, keys.h, start + shift, limit, BLOCK_N, BLOCK_D)
-        v = load_head_tile(keys.v_tiles, keys.b, keys.h, start, limit, BLOCK_N, BLOCK_DV)
+        k = load_head_tile(k_tiles, keys.b, keys.h, start + shift, limit, BLOCK_N, BLOCK_D)
+        v = load_head_tile(v_tiles, keys.b, keys.h, start, limit, BLOCK_N, BLOCK_DV)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
             between = gate_between(keys.offset_ptr, start, rows.gate_ref)
@@ -241,7 +240,7 @@ def attention_dq_kernel(
                     if seen or lo < middle:  # an empty loop still asks for its first tiles
                         dq, row_sum = query_pass(
                             QueryGradient(dq, row_sum), q_here, of_rows,
-                            Keys(k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq), shift,
+                            k_tiles, v_tiles, Keys(gate_tiles, offset_ptr, b, h, hq), shift,
                             middle if seen else lo, block * half if seen else middle, T,
                             logit_scale, BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_GATE, not seen,
                             PRECISION, STAGES,
@@ -252,7 +251,7 @@ def attention_dq_kernel(
         if m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
             dq, row_sum = query_pass(
                 QueryGradient(dq, row_sum), q, of_rows,
-                Keys(k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq), 0,
+                k_tiles, v_tiles, Keys(gate_tiles, offset_ptr, b, h, hq), 0,
                 documents.first // BLOCK_N * BLOCK_N, m0, T, logit_scale, BLOCK_D, BLOCK_DV,
                 BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION, STAGES,
             )  # fmt: skip
@@ -281,10 +280,8 @@ class KeyRows(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries of one head, which pass by a key tile. Built where it is passed on, as `Keys`."""
+    """One head whose queries pass by a key tile; tiles of q and d_out apart, as with `Keys`."""
 
-    q_tiles: Source
-    d_out_tiles: Source
     rows_ptr: tl.tensor
     offset_ptr: tl.tensor
     start_ptr: tl.tensor
@@ -316,9 +313,9 @@ def key_step(
 
 @triton.jit
 def key_pass(
-    grads, tile, queries, shift, lo, hi, T, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    grads, tile, q_tiles, d_out_tiles, queries, shift, lo, hi, T, scale, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds to the `KeyGradient` of the tile's `KeyRows` that of the `Queries` lo ... hi - 1: all of
     them after the keys, or with CAUSAL not; query i is row i + shift of its source. Rows past the
@@ -327,8 +324,8 @@ def key_pass(
     for m in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
         rows = m + tl.arange(0, BLOCK_M)
         b, q_head = queries.b, queries.q_head
-        q = load_head_tile(queries.q_tiles, b, q_head, m + shift, T + shift, BLOCK_M, BLOCK_D)
-        d_out = load_head_tile(queries.d_out_tiles, b, q_head, m, T, BLOCK_M, BLOCK_DV)
+        q = load_head_tile(q_tiles, b, q_head, m + shift, T + shift, BLOCK_M, BLOCK_D)
+        d_out = load_head_tile(d_out_tiles, b, q_head, m, T, BLOCK_M, BLOCK_DV)
         bias, delta = load_rows(queries.rows_ptr, m, BLOCK_M)
         s = tl.dot(tile.k, tl.trans(q), input_precision=PRECISION) * scale + bias[None, :]
         if HAS_GATE:
@@ -428,10 +425,9 @@ def attention_dkdv_kernel(
                 dk, dv, col_sum = key_pass(
                     KeyGradient(dk, dv, col_sum),
                     KeyRows(k, v, keys, gate_k, gate_ref),
-                    Queries(
-                        q_tiles, d_out_tiles, group_rows_ptr, offset_ptr + g * spans, start_ptr, b,
-                        h * GROUP + g,
-                    ), 0, n0 + CHUNK if part else n0, reach if part else n0 + CHUNK, T, logit_scale,
+                    q_tiles, d_out_tiles,
+                    Queries(group_rows_ptr, offset_ptr + g * spans, start_ptr, b, h * GROUP + g),
+                    0, n0 + CHUNK if part else n0, reach if part else n0 + CHUNK, T, logit_scale,
                     BLOCK_D, BLOCK_DV, BLOCK_M, part == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES,
                 )  # fmt: skip
         if HAS_GATE:
@@ -479,9 +475,10 @@ def attention_dkdv_kernel(
                             dk, dv, col_sum = key_pass(
                                 KeyGradient(dk, dv, col_sum),
                                 KeyRows(k_here, v, keys, gate_k, gate_ref),
+                                q_tiles, d_out_tiles,
                                 Queries(
-                                    q_tiles, d_out_tiles, rows_ptr + g * num_chunks * CHUNK * 2,
-                                    offset_ptr + g * spans, start_ptr, b, h * GROUP + g,
+                                    rows_ptr + g * num_chunks * CHUNK * 2, offset_ptr + g * spans,
+                                    start_ptr, b, h * GROUP + g,
                                 ), shift, middle if part else right, hi if part else middle, T,
                                 logit_scale, BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_GATE, part == 1,
                                 PRECISION, STAGES,

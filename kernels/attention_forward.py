@@ -41,14 +41,12 @@ class Softmax(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys of one head, which pass by a query tile of head `hq`. The gate's offsets may be None.
+    """Heads whose keys pass by a query tile, and their gates. The gate's offsets may be None.
 
-    Built where it is passed on: an assignment would make values of the strides that are compiled
-    in.
+    Tiles of k and v are no part of it: Triton 3.6 loses the strides that are compiled into a source
+    inside a tuple, and 3.7 makes values of them in an assignment.
     """
 
-    k_tiles: Source
-    v_tiles: Source
     gate_tiles: Source
     offset_ptr: tl.tensor
     b: tl.tensor
@@ -137,9 +135,9 @@ def seen_from(last_document, lo, hi, BLOCK_N: tl.constexpr, HAS_DOC: tl.constexp
 
 @triton.jit
 def attend(
-    state, q, keys, shift, lo, hi, gate_q, gate_ref, first_key, T, scale, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    state, q, k_tiles, v_tiles, keys, shift, lo, hi, gate_q, gate_ref, first_key, T, scale,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to the `Softmax` dense attention to the `Keys` lo ... hi - 1, all visible but for
     documents; key j is row j + shift of its source. FULL: no tile passes the end T.
@@ -150,7 +148,7 @@ def attend(
     between = gate_between(keys.offset_ptr, lo, gate_ref) if HAS_GATE else 0.0
     limit = None if FULL else T
     for start in range(lo, hi, BLOCK_N):
-        k = load_head_tile(keys.k_tiles, keys.b, keys.h, start + shift, limit, BLOCK_N, BLOCK_D)
+        k = load_head_tile(k_tiles, keys.b, keys.h, start + shift, limit, BLOCK_N, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         row = gate_q
         if HAS_GATE:
@@ -163,7 +161,7 @@ def attend(
             )
         if not FULL:
             s = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], s, float("-inf"))
-        v = load_head_tile(keys.v_tiles, keys.b, keys.h, start, limit, BLOCK_N, BLOCK_DV)
+        v = load_head_tile(v_tiles, keys.b, keys.h, start, limit, BLOCK_N, BLOCK_DV)
         state = softmax_step(
             state, s, 1.0 if HAS_GATE else scale, row if HAS_GATE else 0.0, v, HAS_DOC, PRECISION
         )
@@ -249,7 +247,7 @@ def attention_forward_kernel(
                 for seen in tl.static_range(0 if HAS_DOC else 1, 2):
                     if seen or lo < middle:  # an empty loop still asks for its first tiles
                         state = attend(
-                            state, q_here, Keys(k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq),
+                            state, q_here, k_tiles, v_tiles, Keys(gate_tiles, offset_ptr, b, h, hq),
                             shift, middle if seen else lo, block * half if seen else middle, gate_q,
                             gate_ref, documents.first_key, T, scale, BLOCK_D, BLOCK_DV, BLOCK_N,
                             True, HAS_GATE, not seen, PRECISION,
@@ -257,7 +255,7 @@ def attention_forward_kernel(
             row_base += rows_of_level(T, level, CHUNK)
     elif m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
         state = attend(
-            state, q, Keys(k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq), 0,
+            state, q, k_tiles, v_tiles, Keys(gate_tiles, offset_ptr, b, h, hq), 0,
             documents.first // BLOCK_N * BLOCK_N, m0, gate_q, gate_ref, documents.first_key, T,
             scale, BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip

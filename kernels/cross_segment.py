@@ -60,7 +60,7 @@ def cross_segment_forward_kernel(
     middle = tl.maximum(lo, TK // BLOCK_N * BLOCK_N)
     for full in tl.static_range(2):
         state = attend(
-            state, q, Keys(k_tiles, v_tiles, gate_tiles, None, b, h, hq), 0,
+            state, q, k_tiles, v_tiles, Keys(gate_tiles, None, b, h, hq), 0,
             lo if full == 0 else middle, middle if full == 0 else TK, gate_q, 0.0, first_key, TK,
             scale, BLOCK_D, BLOCK_DV, BLOCK_N, full == 0, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip
@@ -103,7 +103,7 @@ def cross_segment_dq_kernel(
     middle = tl.maximum(lo, TK // BLOCK_N * BLOCK_N)
     for full in tl.static_range(2):
         grads = query_pass(
-            grads, q, of_rows, Keys(k_tiles, v_tiles, gate_tiles, None, b, h, hq), 0,
+            grads, q, of_rows, k_tiles, v_tiles, Keys(gate_tiles, None, b, h, hq), 0,
             lo if full == 0 else middle, middle if full == 0 else TK, TK, scale * LOG2_E, BLOCK_D,
             BLOCK_DV, BLOCK_N, full == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES,
         )  # fmt: skip
@@ -146,7 +146,7 @@ def cross_segment_dkdv_kernel(
         group_rows_ptr = rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2
         dk, dv, col_sum = key_pass(
             KeyGradient(dk, dv, col_sum), KeyRows(k, v, keys, gate_k, 0.0),
-            Queries(q_tiles, d_out_tiles, group_rows_ptr, None, first_ptr, b, hq), 0, 0, reach, TQ,
+            q_tiles, d_out_tiles, Queries(group_rows_ptr, None, first_ptr, b, hq), 0, 0, reach, TQ,
             scale * LOG2_E, BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_GATE, HAS_DOC, PRECISION, STAGES,
         )  # fmt: skip
         if HAS_GATE:
