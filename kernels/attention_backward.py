@@ -17,10 +17,19 @@ dq+ and dk+ are kept for dP; at the end dq and dk are the gradients of q_start a
 comes from above the last level, but to a segment of a longer sequence: from the other segments.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from .attention_forward import diagonal_logits, gate_between, seen_from
+from .attention_forward import (
+    Keys,
+    diagonal_logits,
+    gate_between,
+    load_documents,
+    place_of_queries,
+    seen_from,
+)
 from .carry import key_moves, query_moves
 from .levels import blocks_of_level, rows_of_level
 from .products import as_product, move
@@ -74,55 +83,71 @@ def load_rows(rows_ptr, first, ROWS: tl.constexpr):
     return tl.split(pair)
 
 
+class QueryGradient(NamedTuple):
+    """Sums of the dq pass for a tile of query rows."""
+
+    dq: tl.tensor  # [M, D], without scale
+    row_sum: tl.tensor  # [M], of ds
+
+
+class QueryRows(NamedTuple):
+    """Query rows of the dq pass, beside q: see `load_rows`, `Documents`."""
+
+    d_out: tl.tensor
+    bias: tl.tensor
+    delta: tl.tensor
+    gate_ref: tl.tensor
+    first_key: tl.tensor
+
+
 @triton.jit
 def query_step(
-    dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N: tl.constexpr,
-    FULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    grads, s, rows, k, v, start, T, BLOCK_N: tl.constexpr, FULL: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes one tile of base-2 logits s [M, N], less log-sum-exp: adds to dq (without scale) and
-    the row sums of ds. FULL: the tile does not pass the end T.
+    """Takes one tile of base-2 logits s [M, N], less log-sum-exp, and adds to the `QueryGradient`.
+    FULL: the tile does not pass the end T.
     """
+    dq, row_sum = grads
     p = tl.math.exp2(s)
     if HAS_DOC:
-        p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= first_key[:, None], p, 0.0)
+        p = tl.where(start + tl.arange(0, BLOCK_N)[None, :] >= rows.first_key[:, None], p, 0.0)
     if not FULL:
         p = tl.where((start + tl.arange(0, BLOCK_N) < T)[None, :], p, 0.0)
-    ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    ds = p * (tl.dot(rows.d_out, tl.trans(v), input_precision=PRECISION) - rows.delta[:, None])
     if HAS_GATE:
         row_sum += tl.sum(ds, 1)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq, row_sum
+    return QueryGradient(dq, row_sum)
 
 
 @triton.jit
-def query_gradient(
-    dq, row_sum, q, d_out, bias, delta, k_tiles, v_tiles, gate_tiles, offset_ptr, b, h, hq, shift,
-    lo, hi, gate_ref, first_key, T, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, FULL: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+def query_pass(
+    grads, q, rows, k_tiles, v_tiles, keys, shift, lo, hi, T, scale, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dq (without scale) and to the row sums of ds those over the keys lo ... hi - 1: see
-    `attend`.
+    """Adds to the `QueryGradient` of the rows that of the `Keys` lo ... hi - 1: see `attend`.
 
     Unless STAGES is None, the loads of the next tile are issued before the second half of this
     one's work, at the loop's end otherwise: the compiler puts a branch (always taken) behind them.
     """
     limit = None if FULL else T
     for start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
-        k = load_head_tile(k_tiles, b, h, start + shift, limit, BLOCK_N, BLOCK_D)
-        v = load_head_tile(v_tiles, b, h, start, limit, BLOCK_N, BLOCK_DV)
+        k = load_head_tile(k_tiles, keys.b, keys.h, start + shift, limit, BLOCK_N, BLOCK_D)
+        v = load_head_tile(v_tiles, keys.b, keys.h, start, limit, BLOCK_N, BLOCK_DV)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_GATE:
-            between = gate_between(offset_ptr, start, gate_ref)
-            s += (bias + between)[:, None] - load_head_row(gate_tiles, b, hq, start, BLOCK_N)
+            between = gate_between(keys.offset_ptr, start, rows.gate_ref)
+            row = (rows.bias + between)[:, None]
+            s += row - load_head_row(keys.gate_tiles, keys.b, keys.hq, start, BLOCK_N)
         else:
-            s += bias[:, None]
+            s += rows.bias[:, None]
         if STAGES is None or start < hi:
-            dq, row_sum = query_step(
-                dq, row_sum, s, d_out, delta, k, v, start, first_key, T, BLOCK_N, FULL, HAS_GATE,
-                HAS_DOC, PRECISION,
-            )  # fmt: skip
-    return dq, row_sum
+            grads = query_step(
+                grads, s, rows, k, v, start, T, BLOCK_N, FULL, HAS_GATE, HAS_DOC, PRECISION
+            )
+    return grads
 
 
 @kernel
@@ -141,11 +166,8 @@ def attention_dq_kernel(
     `incoming` is the gradient of the queries at the start of the segment. SPLIT: keys that every
     row sees have a loop of their own, without a mask.
     """
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * CHUNK
-    q_head = tl.program_id(1)
-    b, hq = (q_head // HQ).to(tl.int64), q_head % HQ
-    h = hq // GROUP
-    q_head = q_head.to(tl.int64)
+    at = place_of_queries(HQ, GROUP, CHUNK)
+    m0, b, hq, h, q_head = at
     q_ptr += b * stride_qb + hq * stride_qh
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
@@ -161,28 +183,23 @@ def attention_dq_kernel(
     row = tl.arange(0, CHUNK)
     rows = m0 + row
     gate_ref = tl.load(offset_ptr + m0 // GATE_SPAN) if HAS_GATE else 0.0
-    first_key = rows
-    document = 0
-    last_document = 0
-    if HAS_DOC:
-        first_key = tl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
-        document = tl.load(start_ptr + b * T + m0)
-        last_document = tl.load(start_ptr + b * T + tl.minimum(m0 + CHUNK, T) - 1)
+    documents = load_documents(start_ptr, at, rows, T, CHUNK, HAS_DOC)
     bias, delta = load_rows(rows_ptr + q_head * num_chunks * CHUNK * 2, m0, CHUNK)
     d_out = load_tile(d_out_ptr, m0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
+    of_rows = QueryRows(d_out, bias, delta, gate_ref, documents.first_key)
 
     dq = tl.zeros([CHUNK, BLOCK_D], tl.float32)
     row_sum = tl.zeros([CHUNK], tl.float32)
     q = load_tile(q_ptr, m0, stride_qt, T, CHUNK, BLOCK_D, HEAD_DIM)
     s = diagonal_logits(
         q, k_ptr, intra_ptr, m0, stride_kt, T, HEAD_DIM, BLOCK_D, CHUNK, HAS_PATH, PRECISION
-    )  # fmt: skip
+    )
     s = s * logit_scale + bias[:, None]
     if HAS_GATE:
         s -= tl.load(gate_ptr + rows, mask=rows < T, other=0.0)[None, :]
     visible = (rows[None, :] <= rows[:, None]) & (rows < T)[:, None]
     if HAS_DOC:
-        visible &= rows[None, :] >= first_key[:, None]
+        visible &= rows[None, :] >= documents.first_key[:, None]
     p = tl.where(visible, tl.math.exp2(s), 0.0)
     v = load_tile(v_ptr, m0, stride_vt, T, CHUNK, BLOCK_DV, HEAD_DIM_V)
     ds = p * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
@@ -204,37 +221,39 @@ def attention_dq_kernel(
             block = (m0 // CHUNK) >> level
             row_base -= rows_of_level(T, level, CHUNK)
             block_base -= blocks_of_level(T, level, CHUNK)
-            if (block % 2 == 1) & ((block * half > document) | SEGMENT):
+            if (block % 2 == 1) & ((block * half > documents.first) | SEGMENT):
                 left = (block - 1) * half
                 here = row_base + left // 2 + m0 - block * half
                 q_here = load_full_tile(q_levels_ptr, here, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D)
-                if query_moves(block, half, document, SEGMENT):
+                if query_moves(block, half, documents.first, SEGMENT):
                     store_tile(
                         dq_moved_ptr, here, BLOCK_D, moved_rows, dq * scale, CHUNK, BLOCK_D, BLOCK_D
                     )
                     product = load_product(product_tiles, b, h, block_base + block - 1, BLOCK_D)
                     dq = move(dq, product, False, MOVE)
                 shift = row_base - left // 2
-                lo = tl.maximum(left, document // BLOCK_N * BLOCK_N)
+                lo = tl.maximum(left, documents.first // BLOCK_N * BLOCK_N)
                 middle = block * half
                 if SPLIT or not HAS_DOC:
-                    middle = seen_from(last_document, lo, middle, BLOCK_N, HAS_DOC)
+                    middle = seen_from(documents.last, lo, middle, BLOCK_N, HAS_DOC)
                 for seen in tl.static_range(0 if HAS_DOC else 1, 2 if SPLIT or not HAS_DOC else 1):
                     if seen or lo < middle:  # an empty loop still asks for its first tiles
-                        dq, row_sum = query_gradient(
-                            dq, row_sum, q_here, d_out, bias, delta, k_tiles, v_tiles, gate_tiles,
-                            offset_ptr, b, h, hq, shift, middle if seen else lo,
-                            block * half if seen else middle, gate_ref, first_key, T, logit_scale,
-                            BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_GATE, not seen, PRECISION, STAGES,
+                        dq, row_sum = query_pass(
+                            QueryGradient(dq, row_sum), q_here, of_rows,
+                            k_tiles, v_tiles, Keys(gate_tiles, offset_ptr, b, h, hq), shift,
+                            middle if seen else lo, block * half if seen else middle, T,
+                            logit_scale, BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_GATE, not seen,
+                            PRECISION, STAGES,
                         )  # fmt: skip
     else:
         k = load_tile(k_ptr, m0, stride_kt, T, CHUNK, BLOCK_D, HEAD_DIM)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         if m0 > 0:  # a branch, so that the diagonal's tiles and the loop's share their memory
-            dq, row_sum = query_gradient(
-                dq, row_sum, q, d_out, bias, delta, k_tiles, v_tiles, gate_tiles, offset_ptr, b, h,
-                hq, 0, document // BLOCK_N * BLOCK_N, m0, gate_ref, first_key, T, logit_scale,
-                BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION, STAGES,
+            dq, row_sum = query_pass(
+                QueryGradient(dq, row_sum), q, of_rows,
+                k_tiles, v_tiles, Keys(gate_tiles, offset_ptr, b, h, hq), 0,
+                documents.first // BLOCK_N * BLOCK_N, m0, T, logit_scale, BLOCK_D, BLOCK_DV,
+                BLOCK_N, True, HAS_GATE, HAS_DOC, PRECISION, STAGES,
             )  # fmt: skip
     dq_ptr += b * stride_dqb + hq * stride_dqh
     store_tile(dq_ptr, m0, stride_dqt, T, dq * scale, CHUNK, BLOCK_D, HEAD_DIM)
@@ -242,14 +261,43 @@ def attention_dq_kernel(
         tl.store(row_sum_ptr + q_head * T + rows, row_sum, mask=rows < T)
 
 
+class KeyGradient(NamedTuple):
+    """Sums of the dk, dv pass for a tile of keys."""
+
+    dk: tl.tensor  # [N, D], without scale
+    dv: tl.tensor  # [N, DV]
+    col_sum: tl.tensor  # [N], of ds
+
+
+class KeyRows(NamedTuple):
+    """The keys of a program: their tiles, positions, gates and the offset of their span."""
+
+    k: tl.tensor
+    v: tl.tensor
+    keys: tl.tensor
+    gate_k: tl.tensor
+    gate_ref: tl.tensor
+
+
+class Queries(NamedTuple):
+    """One head whose queries pass by a key tile; tiles of q and d_out apart, as with `Keys`."""
+
+    rows_ptr: tl.tensor
+    offset_ptr: tl.tensor
+    start_ptr: tl.tensor
+    b: tl.tensor
+    q_head: tl.tensor
+
+
 @triton.jit
-def key_gradient(
-    dk, dv, col_sum, s, v, q, d_out, delta, visible, MASKED: tl.constexpr,
-    NEEDS_DK: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
+def key_step(
+    grads, s, v, q, d_out, delta, visible, MASKED: tl.constexpr, NEEDS_DK: tl.constexpr,
+    HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes one tile of transposed base-2 logits s [N, M], less log-sum-exp: adds to dk (without
-    scale), dv and the column sums of ds. MASKED: only `visible` pairs count.
+    """Takes one tile of transposed base-2 logits s [N, M], less log-sum-exp, and adds to the
+    `KeyGradient`. MASKED: only `visible` pairs count.
     """
+    dk, dv, col_sum = grads
     p = tl.math.exp2(s)
     if MASKED:
         p = tl.where(visible, p, 0.0)
@@ -260,40 +308,40 @@ def key_gradient(
             col_sum += tl.sum(ds, 1)
         if NEEDS_DK:
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv, col_sum
+    return KeyGradient(dk, dv, col_sum)
 
 
 @triton.jit
 def key_pass(
-    dk, dv, col_sum, k, v, q_tiles, d_out_tiles, rows_ptr, offset_ptr, start_ptr, b, q_head, shift,
-    lo, hi, T, keys, gate_k, gate_ref, scale, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    grads, tile, q_tiles, d_out_tiles, queries, shift, lo, hi, T, scale, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_DOC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Passes the query rows lo ... hi - 1 of one head: all of them after the keys, or with CAUSAL
-    not; query i is row i + shift of its source. Rows past the end have a bias of -inf. STAGES: see
-    `query_gradient`.
+    """Adds to the `KeyGradient` of the tile's `KeyRows` that of the `Queries` lo ... hi - 1: all of
+    them after the keys, or with CAUSAL not; query i is row i + shift of its source. Rows past the
+    end have a bias of -inf. STAGES: see `query_pass`.
     """
     for m in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
         rows = m + tl.arange(0, BLOCK_M)
+        b, q_head = queries.b, queries.q_head
         q = load_head_tile(q_tiles, b, q_head, m + shift, T + shift, BLOCK_M, BLOCK_D)
         d_out = load_head_tile(d_out_tiles, b, q_head, m, T, BLOCK_M, BLOCK_DV)
-        bias, delta = load_rows(rows_ptr, m, BLOCK_M)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias[None, :]
+        bias, delta = load_rows(queries.rows_ptr, m, BLOCK_M)
+        s = tl.dot(tile.k, tl.trans(q), input_precision=PRECISION) * scale + bias[None, :]
         if HAS_GATE:
-            s -= (gate_k + gate_between(offset_ptr, m, gate_ref))[:, None]
+            s -= (tile.gate_k + gate_between(queries.offset_ptr, m, tile.gate_ref))[:, None]
         visible = True
         if CAUSAL:
-            visible = keys[:, None] <= rows[None, :]
+            visible = tile.keys[:, None] <= rows[None, :]
         if HAS_DOC:
-            first_key = tl.load(start_ptr + rows, mask=rows < T, other=0)
-            visible &= keys[:, None] >= first_key[None, :]
+            first_key = tl.load(queries.start_ptr + rows, mask=rows < T, other=0)
+            visible &= tile.keys[:, None] >= first_key[None, :]
         if STAGES is None or m < hi:
-            dk, dv, col_sum = key_gradient(
-                dk, dv, col_sum, s, v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
+            grads = key_step(
+                grads, s, tile.v, q, d_out, delta, visible, HAS_DOC or CAUSAL, True, HAS_GATE,
                 PRECISION,
             )  # fmt: skip
-    return dk, dv, col_sum
+    return grads
 
 
 @kernel
@@ -368,17 +416,19 @@ def attention_dkdv_kernel(
             d_out = load_tile(
                 d_out_ptr + g * stride_gh, n0, stride_gt, T, CHUNK, BLOCK_DV, HEAD_DIM_V
             )
-            dk, dv, col_sum = key_gradient(
-                dk, dv, col_sum, s, v, d_out, d_out, delta, visible, True, False, HAS_GATE,
-                PRECISION,
+            dk, dv, col_sum = key_step(
+                KeyGradient(dk, dv, col_sum), s, v, d_out, d_out, delta, visible, True, False,
+                HAS_GATE, PRECISION,
             )  # fmt: skip
         else:
             for part in tl.static_range(2):  # the diagonal, what follows
                 dk, dv, col_sum = key_pass(
-                    dk, dv, col_sum, k, v, q_tiles, d_out_tiles, group_rows_ptr, offset_ptr + g *
-                    spans, start_ptr, b, h * GROUP + g, 0, n0 + CHUNK if part else n0, reach if part
-                    else n0 + CHUNK, T, keys, gate_k, gate_ref, logit_scale, BLOCK_D, BLOCK_DV,
-                    BLOCK_M, part == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES,
+                    KeyGradient(dk, dv, col_sum),
+                    KeyRows(k, v, keys, gate_k, gate_ref),
+                    q_tiles, d_out_tiles,
+                    Queries(group_rows_ptr, offset_ptr + g * spans, start_ptr, b, h * GROUP + g),
+                    0, n0 + CHUNK if part else n0, reach if part else n0 + CHUNK, T, logit_scale,
+                    BLOCK_D, BLOCK_DV, BLOCK_M, part == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES,
                 )  # fmt: skip
         if HAS_GATE:
             tl.store(col_sum_ptr + g * T + keys, col_sum, mask=keys < T)
@@ -423,12 +473,15 @@ def attention_dkdv_kernel(
                     for part in tl.static_range(2 if HAS_DOC else 1):
                         if part == 0 or middle < hi:  # an empty loop still asks for tiles
                             dk, dv, col_sum = key_pass(
-                                dk, dv, col_sum, k_here, v, q_tiles, d_out_tiles, rows_ptr + g *
-                                num_chunks * CHUNK * 2, offset_ptr + g * spans, start_ptr, b,
-                                h * GROUP + g, shift, middle if part else right,
-                                hi if part else middle, T, keys, gate_k, gate_ref, logit_scale,
-                                BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_GATE, part == 1, PRECISION,
-                                STAGES,
+                                KeyGradient(dk, dv, col_sum),
+                                KeyRows(k_here, v, keys, gate_k, gate_ref),
+                                q_tiles, d_out_tiles,
+                                Queries(
+                                    rows_ptr + g * num_chunks * CHUNK * 2, offset_ptr + g * spans,
+                                    start_ptr, b, h * GROUP + g,
+                                ), shift, middle if part else right, hi if part else middle, T,
+                                logit_scale, BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_GATE, part == 1,
+                                PRECISION, STAGES,
                             )  # fmt: skip
                     if HAS_GATE:
                         tl.debug_barrier()  # the sums so far were stored by other threads

@@ -102,7 +102,7 @@ class Gradients:
     @staticmethod
     def empty(x: Operands) -> "Gradients":
         B, T, HQ, _ = x.q.shape
-        # with reflections descriptors fetch dq and dk again
+        # with reflections descriptors load dq and dk again
         q, k = (t.new_empty(t.shape) if x.w is None else readable_like(t) for t in (x.q, x.k))
         w, beta = (None if t is None else t.new_empty(t.shape) for t in (x.w, x.beta))
         sums = (None, None) if x.gate is None else x.gate.new_empty(2, B, HQ, T).unbind()

@@ -133,6 +133,6 @@ def segment_backward(
 
 
 def _in_gradient_dtype(inputs: Inputs) -> Inputs:
-    vectors = inputs.q, inputs.k, inputs.v, inputs.w
-    q, k, v, w = (None if x is None else in_gradient_dtype(x) for x in vectors)
+    q, k, v = (in_gradient_dtype(x) for x in inputs[:3])
+    w = None if inputs.w is None else in_gradient_dtype(inputs.w)
     return inputs._replace(q=q, k=k, v=v, w=w)

@@ -63,21 +63,21 @@ WHOLE_PRODUCTS = 512
 
 @dataclass(frozen=True)
 class Architecture:
-    """What launches take from a family of cards."""
+    """Properties of a family of cards that launches depend on."""
 
     shared_memory: int
     """KiB of shared memory of one program."""
 
     descriptors: bool
-    """Whether the card copies tiles by descriptors (TMA)."""
+    """True if the card copies tiles by descriptors (TMA)."""
 
     early_loads: bool = False
-    """Whether the backward's loops issue the next tile's loads early: see `early_loads`. Here and
+    """True if the backward's loops issue the next tile's loads early: see `early_loads`. Here and
     below: what was timed on Hopper alone, and needs its 227 KiB.
     """
 
     split_documents: bool = False
-    """Whether dq has a loop of its own, without a mask, for keys that every row sees."""
+    """True if dq has a loop of its own, without a mask, for keys that every row sees."""
 
     slab: int | None = None
     """Columns that the chunk backward contracts at a time: see `contract_slabs`."""

@@ -10,8 +10,17 @@ or those which see some key tile, are the first ones.
 
 import triton.language as tl
 
-from .attention_backward import key_pass, load_rows, query_gradient
-from .attention_forward import attend
+from .attention_backward import (
+    KeyGradient,
+    KeyRows,
+    Queries,
+    QueryGradient,
+    QueryRows,
+    key_pass,
+    load_rows,
+    query_pass,
+)
+from .attention_forward import Keys, Softmax, attend
 from .products import as_product
 from .tiles import LN_2, LOG2_E, kernel, load_tile, store_tile
 
@@ -47,16 +56,17 @@ def cross_segment_forward_kernel(
     q = load_tile(q_ptr, m0, stride_qt, limit, ROWS, BLOCK_D, HEAD_DIM)
     acc = load_tile(out_ptr, m0, stride_ot, limit, ROWS, BLOCK_DV, HEAD_DIM_V)
     m_i = tl.load(lse_ptr + rows, mask=rows < limit, other=float("-inf")) * LOG2_E
-    l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
+    state = Softmax(acc, tl.where(m_i == float("-inf"), 0.0, 1.0), m_i)
     middle = tl.maximum(lo, TK // BLOCK_N * BLOCK_N)
-    for whole in tl.static_range(2):
-        acc, l_i, m_i = attend(
-            acc, l_i, m_i, q, k_tiles, v_tiles, gate_tiles, None, b, h, hq, 0,
-            lo if whole == 0 else middle, middle if whole == 0 else TK, gate_q, 0.0, first_key, TK,
-            scale, BLOCK_D, BLOCK_DV, BLOCK_N, whole == 0, HAS_GATE, HAS_DOC, PRECISION,
+    for full in tl.static_range(2):
+        state = attend(
+            state, q, k_tiles, v_tiles, Keys(gate_tiles, None, b, h, hq), 0,
+            lo if full == 0 else middle, middle if full == 0 else TK, gate_q, 0.0, first_key, TK,
+            scale, BLOCK_D, BLOCK_DV, BLOCK_N, full == 0, HAS_GATE, HAS_DOC, PRECISION,
         )  # fmt: skip
-    store_tile(out_ptr, m0, stride_ot, limit, acc / l_i[:, None], ROWS, BLOCK_DV, HEAD_DIM_V)
-    lse = (m_i + tl.math.log2(l_i)) * LN_2
+    out = state.acc / state.l_i[:, None]
+    store_tile(out_ptr, m0, stride_ot, limit, out, ROWS, BLOCK_DV, HEAD_DIM_V)
+    lse = (state.m_i + tl.math.log2(state.l_i)) * LN_2
     tl.store(lse_ptr + rows, lse, mask=rows < limit)
 
 
@@ -87,19 +97,19 @@ def cross_segment_dq_kernel(
     q = load_tile(q_ptr, m0, stride_qt, TQ, ROWS, BLOCK_D, HEAD_DIM)
     d_out = load_tile(d_out_ptr, m0, stride_gt, TQ, ROWS, BLOCK_DV, HEAD_DIM_V)
     bias, delta = load_rows(rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2, m0, ROWS)
+    of_rows = QueryRows(d_out, bias, delta, 0.0, first_key)
     dq = as_product(tl.zeros([ROWS, BLOCK_D], tl.float32))
-    row_sum = tl.zeros([ROWS], tl.float32)
+    grads = QueryGradient(dq, tl.zeros([ROWS], tl.float32))
     middle = tl.maximum(lo, TK // BLOCK_N * BLOCK_N)
-    for whole in tl.static_range(2):
-        dq, row_sum = query_gradient(
-            dq, row_sum, q, d_out, bias, delta, k_tiles, v_tiles, gate_tiles, None, b, h, hq, 0,
-            lo if whole == 0 else middle, middle if whole == 0 else TK, 0.0, first_key, TK,
-            scale * LOG2_E, BLOCK_D, BLOCK_DV, BLOCK_N, whole == 0, HAS_GATE, HAS_DOC,
-            PRECISION, STAGES,
+    for full in tl.static_range(2):
+        grads = query_pass(
+            grads, q, of_rows, k_tiles, v_tiles, Keys(gate_tiles, None, b, h, hq), 0,
+            lo if full == 0 else middle, middle if full == 0 else TK, TK, scale * LOG2_E, BLOCK_D,
+            BLOCK_DV, BLOCK_N, full == 0, HAS_GATE, HAS_DOC, PRECISION, STAGES,
         )  # fmt: skip
-    store_tile(dq_ptr, m0, stride_dqt, TQ, dq * scale, ROWS, BLOCK_D, HEAD_DIM)
+    store_tile(dq_ptr, m0, stride_dqt, TQ, grads.dq * scale, ROWS, BLOCK_D, HEAD_DIM)
     if HAS_GATE:
-        tl.store(d_gate_q_ptr + q_head * TQ + rows, row_sum, mask=rows < TQ)
+        tl.store(d_gate_q_ptr + q_head * TQ + rows, grads.row_sum, mask=rows < TQ)
 
 
 @kernel
@@ -133,11 +143,11 @@ def cross_segment_dkdv_kernel(
         if HAS_GATE:
             gate_k = tl.load(gate_k_ptr + q_head * tl.cdiv(TK, ROWS) * ROWS + keys)
         col_sum = tl.zeros([ROWS], tl.float32)
+        group_rows_ptr = rows_ptr + q_head * tl.cdiv(TQ, ROWS) * ROWS * 2
         dk, dv, col_sum = key_pass(
-            dk, dv, col_sum, k, v, q_tiles, d_out_tiles, rows_ptr + q_head * tl.cdiv(TQ, ROWS) *
-            ROWS * 2, None, first_ptr, b, hq, 0, 0, reach, TQ, keys, gate_k, 0.0, scale *
-            LOG2_E, BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_GATE, HAS_DOC, PRECISION,
-            STAGES,
+            KeyGradient(dk, dv, col_sum), KeyRows(k, v, keys, gate_k, 0.0),
+            q_tiles, d_out_tiles, Queries(group_rows_ptr, None, first_ptr, b, hq), 0, 0, reach, TQ,
+            scale * LOG2_E, BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_GATE, HAS_DOC, PRECISION, STAGES,
         )  # fmt: skip
         if HAS_GATE:
             tl.store(d_gate_k_ptr + q_head * TK + keys, col_sum, mask=keys < TK)

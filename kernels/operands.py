@@ -1,4 +1,4 @@
-"""What a launch needs to know of its inputs: widths, flags, strides, and groups of heads."""
+"""Operands of a launch: widths, flags, strides, and groups of heads."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def peel(x, dtype: tl.constexpr):
 
     Two values at a time: ptxas converts single ones, where high is used twice, at an eighth of the
     speed. Never by masking the bits of x: ptxas 12.8 takes `accumulator & mask` for zero where a
-    loop of wgmma starts from zero, and all products with high are lost.
+    loop of wgmma starts from zero, and all products with high are lost; shifts may go once no
+    ptxas that Triton brings does so.
     """
     if INTERPRET:
         high = x.to(dtype)

@@ -1,4 +1,4 @@
-"""What a backend returns of a segment of a sequence: torch alone, shared with the eager form."""
+"""Results of a backend on a segment of a sequence. Shared with the eager form: torch alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class SegmentEnds(NamedTuple):
-    """What other segments of a sequence see of one: its queries at its start, its keys at its end.
+    """A segment as the others of its sequence see it: queries at its start, keys at its end.
 
     Also the gradients of these, q_start and k_end then in compute precision.
     """

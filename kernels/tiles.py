@@ -103,7 +103,7 @@ def store_tile(
 
 
 Source: TypeAlias = TensorDescriptor | tuple
-"""Where a kernel loads tiles from: a descriptor, or a pointer with strides."""
+"""A kernel loads tiles from a descriptor, or from a pointer with strides."""
 
 
 def pointer_source(x: Tensor) -> tuple:

@@ -15,6 +15,8 @@ At level 0 P = I - W^T X W (chunk.py), and only U = W dP and V = W dP^T are want
 dP itself stays in registers there.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -24,40 +26,63 @@ from .products import add_dot, dot
 from .tiles import kernel, load_tile, store_matrix, store_tile, tile_pointers
 
 
+class Moved(NamedTuple):
+    """The rows that P moved at every level, the gradients of the results, and the documents."""
+
+    q_levels_ptr: tl.tensor
+    k_levels_ptr: tl.tensor
+    dq_moved_ptr: tl.tensor
+    dk_moved_ptr: tl.tensor
+    start_ptr: tl.tensor
+    end_ptr: tl.tensor
+    total_rows: tl.tensor
+    moved_rows: tl.tensor
+    T: tl.tensor
+    H: tl.tensor
+
+
+class Parent(NamedTuple):
+    """The gradients of the products one level up, with the largest entries of their parts."""
+
+    gradient_ptr: tl.tensor
+    size_ptr: tl.tensor
+    count: tl.tensor  # of a head
+
+
 @triton.jit
 def moved_outer(
-    q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, half,
-    row_base, total_rows, moved_rows, block, head, lo, hi, r0, c0, GROUP: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    HAS_DOC: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
+    moved, half, row_base, block, head, lo, hi, r0, c0, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HAS_DOC: tl.constexpr,
+    SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Returns ROWS x COLS of a block's dP from tokens lo ... hi - 1 of the sibling that P moved:
     queries of every head of the group, or keys.
     """
+    T, H = moved.T, moved.H
     lo = tl.cast(lo, tl.int32)
     b = head // H
     left, right = block // 2 * 2 * half, (block // 2 * 2 + 1) * half
     row = row_base + left // 2
-    levels = tl.cast(total_rows, tl.int64) * BLOCK_D
-    gradients = tl.cast(moved_rows, tl.int64) * BLOCK_D
+    levels = tl.cast(moved.total_rows, tl.int64) * BLOCK_D
+    gradients = tl.cast(moved.moved_rows, tl.int64) * BLOCK_D
     if block % 2 == 0:
         heads = GROUP
-        a_ptr, stride_a = dq_moved_ptr + head * GROUP * gradients, gradients
-        c_ptr, stride_c = q_levels_ptr + head * GROUP * levels, levels
+        a_ptr, stride_a = moved.dq_moved_ptr + head * GROUP * gradients, gradients
+        c_ptr, stride_c = moved.q_levels_ptr + head * GROUP * levels, levels
         # queries of the document of the token before the block
         stop = tl.where((left > 0) | SEGMENT, T, 0)
         if HAS_DOC:
-            stop = tl.load(end_ptr + b * T + left - 1, mask=left > 0, other=0)
+            stop = tl.load(moved.end_ptr + b * T + left - 1, mask=left > 0, other=0)
         stop = tl.minimum(hi, stop - right)
     else:
         heads = 1
-        a_ptr, stride_a = k_levels_ptr + head * levels, levels
-        c_ptr, stride_c = dk_moved_ptr + head * gradients, gradients
+        a_ptr, stride_a = moved.k_levels_ptr + head * levels, levels
+        c_ptr, stride_c = moved.dk_moved_ptr + head * gradients, gradients
         # keys of the document of the token after the block
         after = right + half
         stop = tl.where((after < T) | SEGMENT, hi, 0)
         if HAS_DOC:
-            document = tl.load(start_ptr + b * T + after, mask=after < T, other=after)
+            document = tl.load(moved.start_ptr + b * T + after, mask=after < T, other=after)
             lo = tl.maximum(lo, (document - left) // CHUNK * CHUNK)
     acc = tl.zeros([ROWS, COLS], tl.float32)
     for g in tl.range(heads, num_stages=1):
@@ -74,22 +99,20 @@ def moved_outer(
 
 @triton.jit
 def add_parent(
-    acc, parent_ptr, size_ptr, product_ptr, num_parents, total_blocks, block_base, block, head,
-    r0, c0, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PRECISION: tl.constexpr,
+    acc, parent, product_ptr, total_blocks, block_base, block, head, r0, c0, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Returns acc + ROWS x COLS of what comes back from the parent's dP, fp32, of entries up to
-    those at size_ptr.
-    """
+    """Returns acc + ROWS x COLS of what comes back from the `Parent`'s dP, fp32."""
     SIZE: tl.constexpr = BLOCK_D * BLOCK_D
     SLAB: tl.constexpr = min(64, BLOCK_D)
     PARTS: tl.constexpr = SIZE // (SLAB * SLAB)
     TYPE: tl.constexpr = product_ptr.dtype.element_ty
     MOVE: tl.constexpr = "fp16x3" if TYPE == tl.float16 else PRECISION
-    parent = head * num_parents + block // 2
-    parent_ptr += parent * SIZE
+    index = head * parent.count + block // 2
+    parent_ptr = parent.gradient_ptr + index * SIZE
     sibling = block - 2 * (block % 2) + 1
     product_ptr += (head * total_blocks + block_base + sibling) * SIZE
-    size = tl.max(tl.load(size_ptr + parent * PARTS + tl.arange(0, PARTS)))
+    size = tl.max(tl.load(parent.size_ptr + index * PARTS + tl.arange(0, PARTS)))
     acc *= 1.0 / size
     for k in tl.range(0, BLOCK_D, SLAB, num_stages=1):
         if block % 2 == 0:
@@ -117,11 +140,13 @@ def product_gradient_kernel(
     head, tile = tl.program_id(1).to(tl.int64), tl.program_id(2)
     r0, c0 = tile // (BLOCK_D // TILE) * TILE, tile % (BLOCK_D // TILE) * TILE
     half = CHUNK << level
+    moved = Moved(
+        q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, total_rows,
+        moved_rows, T, H,
+    )  # fmt: skip
     acc = moved_outer(
-        q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, half,
-        row_base, total_rows, moved_rows, block, head, split * SPLIT,
-        tl.minimum((split + 1) * SPLIT, half), r0, c0, GROUP, BLOCK_D, CHUNK, TILE, TILE, HAS_DOC,
-        SEGMENT, PRECISION,
+        moved, half, row_base, block, head, split * SPLIT, tl.minimum((split + 1) * SPLIT, half),
+        r0, c0, GROUP, BLOCK_D, CHUNK, TILE, TILE, HAS_DOC, SEGMENT, PRECISION,
     )  # fmt: skip
     partial_ptr += ((head * num_blocks + block) * num_splits + split) * BLOCK_D * BLOCK_D
     tl.store(tile_pointers(partial_ptr + c0, r0, BLOCK_D, TILE, TILE), acc)
@@ -152,15 +177,19 @@ def upsweep_backward_kernel(
             part_ptr = partial_ptr + tl.cast(split, tl.int64) * SIZE
             acc += tl.load(tile_pointers(part_ptr, r0, BLOCK_D, TILE, TILE))
     else:
+        moved = Moved(
+            q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, total_rows,
+            moved_rows, T, H,
+        )  # fmt: skip
         acc = moved_outer(
-            q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, half,
-            row_base, total_rows, moved_rows, block, head, 0, half, r0, c0, GROUP, BLOCK_D, CHUNK,
-            TILE, TILE, HAS_DOC, SEGMENT, PRECISION,
+            moved, half, row_base, block, head, 0, half, r0, c0, GROUP, BLOCK_D, CHUNK, TILE, TILE,
+            HAS_DOC, SEGMENT, PRECISION,
         )  # fmt: skip
     if crossed(start_ptr, b, block // 2 * 2 * half, 2 * half, T, HAS_DOC, SEGMENT):
+        parent = Parent(parent_ptr, parent_size_ptr, num_parents)
         acc = add_parent(
-            acc, parent_ptr, parent_size_ptr, product_ptr, num_parents, total_blocks, block_base,
-            block, head, r0, c0, BLOCK_D, TILE, TILE, PRECISION,
+            acc, parent, product_ptr, total_blocks, block_base, block, head, r0, c0, BLOCK_D, TILE,
+            TILE, PRECISION,
         )  # fmt: skip
     gradient_ptr += (head * num_blocks + block) * SIZE
     pointers = tile_pointers(gradient_ptr + c0, r0, BLOCK_D, TILE, TILE)
@@ -186,15 +215,19 @@ def chunk_product_backward_kernel(
     b, h = (head // H).to(tl.int64), head % H
     head = head.to(tl.int64)
     dw_ptr += b * stride_dwb + h * stride_dwh
+    moved = Moved(
+        q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, total_rows,
+        moved_rows, T, H,
+    )  # fmt: skip
     gradient = moved_outer(
-        q_levels_ptr, k_levels_ptr, dq_moved_ptr, dk_moved_ptr, start_ptr, end_ptr, T, H, CHUNK, 0,
-        total_rows, moved_rows, chunk, head, 0, CHUNK, 0, 0, GROUP, BLOCK_D, CHUNK, BLOCK_D,
-        BLOCK_D, HAS_DOC, SEGMENT, PRECISION,
+        moved, CHUNK, 0, chunk, head, 0, CHUNK, 0, 0, GROUP, BLOCK_D, CHUNK, BLOCK_D, BLOCK_D,
+        HAS_DOC, SEGMENT, PRECISION,
     )  # fmt: skip
     if crossed(start_ptr, b, chunk // 2 * 2 * CHUNK, 2 * CHUNK, T, HAS_DOC, SEGMENT):
+        parent = Parent(parent_ptr, size_ptr, num_parents)
         gradient = add_parent(
-            gradient, parent_ptr, size_ptr, product_ptr, num_parents, total_blocks, 0, chunk, head,
-            0, 0, BLOCK_D, BLOCK_D, BLOCK_D, PRECISION,
+            gradient, parent, product_ptr, total_blocks, 0, chunk, head, 0, 0, BLOCK_D, BLOCK_D,
+            BLOCK_D, PRECISION,
         )  # fmt: skip
     w, x = load_factors(
         w_tiles, beta_ptr + b * stride_bb + h * stride_bh, inverse_ptr, chunk, num_chunks, b, h,

@@ -60,7 +60,7 @@ CASES = [
 
 
 class Card:
-    """What the launchers and the compiler ask of a driver."""
+    """A driver, as far as the launchers and the compiler ask for one."""
 
     def __init__(self, capability: int):
         self.target = GPUTarget("cuda", capability, 32)

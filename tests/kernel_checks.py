@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: error limits, awkward layouts, where they run."""
+"""Helpers of the kernels' tests: error limits, awkward layouts, where they run."""
 
 from functools import partial
 

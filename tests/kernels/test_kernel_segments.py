@@ -65,7 +65,7 @@ def compare(actual, exact, dtype, slack=1):
 
 
 class Arriving(NamedTuple):
-    """What the backward of a segment is given: d(out), out and lse over all segments, gradients."""
+    """Arguments of a segment's backward: d(out), out and lse over all segments, d(ends)."""
 
     d_out: Tensor
     out: Tensor
@@ -74,7 +74,7 @@ class Arriving(NamedTuple):
 
 
 def arriving(inputs, factor=1.0):
-    """Of a row about half of its attention goes to other segments."""
+    """Returns arguments in which about half of a row's attention goes to other segments."""
     q, k = inputs[:2]
     own = eager.segment_forward(inputs.map_floating(torch.Tensor.double), SCALE)
     others, other_lse = draw(*own.out.shape, seed=2), own.lse + draw(*own.lse.shape, seed=3)

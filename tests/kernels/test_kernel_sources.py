@@ -1,4 +1,4 @@
-"""Kernels fetch tiles by descriptors, or by pointers where a card or a pass has none: same bits."""
+"""Kernels load tiles by descriptors, or by pointers where a card or a pass has none: same bits."""
 
 from dataclasses import replace
 
