@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from path_backend.arguments import Inputs
 from path_backend.inference.prefill import close, document_starts, summed_gates
-from path_backend.inference.spec import pack, unpack
+from path_backend.inference.spec import CacheError, pack, unpack
 
 if TYPE_CHECKING:
     from path_backend.inference.cache import PathCache
@@ -18,16 +19,64 @@ if TYPE_CHECKING:
 def decode(cache: PathCache, inputs: Inputs, scale: float) -> Tensor:
     """Returns the output [B, n, HQ, DV] of new tokens, which are appended."""
     n, spec = inputs.q.shape[1], cache.spec
+    kernels = _kernels(cache)
+    most = spec.open_room
+    if kernels is not None:
+        most = max(1, kernels.MAX_ROWS // (spec.query_heads // spec.heads))
     outs, done = [], 0
     while done < n:
-        stop = min(n, done + spec.open_room - cache.open_tokens)
+        stop = min(n, done + min(most, spec.open_room - cache.open_tokens))
         run = inputs.map(lambda x, at=slice(done, stop): x[:, at])  # type: ignore[misc]
-        run = run._replace(document_start=document_starts(cache, run))
-        outs.append(_decode_run(cache, run, scale))
+        if kernels is not None:
+            outs.append(_launch(cache, run, scale, kernels))
+        else:
+            run = run._replace(document_start=document_starts(cache, run))
+            outs.append(_decode_run(cache, run, scale))
         if cache.open_tokens == spec.open_room:
             close_group(cache)
         done = stop
-    return torch.cat(outs, 1)
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+
+def _kernels(cache: PathCache) -> ModuleType | None:
+    """The launcher of the kernels, None where plain torch decodes."""
+    implementation, device = cache.implementation, cache.device
+    if implementation == "torch" or (implementation == "auto" and device.type != "cuda"):
+        return None
+    from path_backend.kernels import decode_launch
+
+    reason = decode_launch.unsupported_reason(cache.spec, device)
+    if reason is None:
+        return decode_launch
+    if implementation == "triton":
+        raise NotImplementedError(f"implementation='triton' does not decode here: {reason}")
+    return None
+
+
+def _launch(cache: PathCache, inputs: Inputs, scale: float, kernels: ModuleType) -> Tensor:
+    """One step by kernels. While a CUDA graph is captured nothing runs, and nothing is counted."""
+    spec, n = cache.spec, inputs.q.shape[1]
+    capturing = cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if capturing and (spec.capacity is None or spec.rollback_window or n > 1):
+        raise CacheError(
+            "a captured step needs a static capacity, no rollback_window and one token, got "
+            f"capacity = {spec.capacity}, rollback_window = {spec.rollback_window}, {n} tokens"
+        )
+    cache.documents |= inputs.document_start is not None
+    closes = not spec.rollback_window and cache.open_tokens + n == spec.group
+    out = kernels.step(
+        cache.tensors,
+        *inputs,
+        scale,
+        tokens=spec.group,
+        open_room=spec.open_room,
+        documents=cache.documents,
+        closing=capturing or closes,
+    )
+    if not capturing:
+        cache.tokens += n
+        cache.closed += closes
+    return out
 
 
 def close_group(cache: PathCache) -> None:
