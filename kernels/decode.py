@@ -46,7 +46,7 @@ def times(
     SLICE: tl.constexpr = 32 if BLOCK_D > 32 else BLOCK_D
     columns = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    for first in tl.static_range(0, BLOCK_D, SLICE):
+    for first in range(0, BLOCK_D, SLICE):
         inner = first + tl.arange(0, SLICE)
         x = load_matrix(x_ptr, rows, inner, HEAD_DIM, limit).to(tl.float32)
         if TRANSPOSED:
@@ -135,7 +135,7 @@ def _open_attention(
     HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, START_GIVEN: tl.constexpr, CLOSES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Moves the open keys, appends n tokens, attends to them, and closes the group if it is full."""
+    """Moves the open keys, appends n tokens, attends to them; closes a full group."""
     b, h = bh // H, bh % H
     dim, dim_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     in_dim, in_dim_v = dim < HEAD_DIM, dim_v < HEAD_DIM_V
@@ -231,7 +231,7 @@ def attend_kernel(
     span = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N
     rows, dim, dim_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     M = n * GROUP
-    in_rows, in_dim, in_dim_v = rows < M, dim < HEAD_DIM, dim_v < HEAD_DIM_V
+    in_rows, in_dim_v = rows < M, dim_v < HEAD_DIM_V
     x_ptr += bh * M * HEAD_DIM
     keys_ptr += bh * room * HEAD_DIM
     values_ptr += bh * room * HEAD_DIM_V
@@ -257,9 +257,9 @@ def attend_kernel(
         if REFLECTIONS:
             place = lo // TOKENS
             level = highest_bit(closed ^ place)
-            end = ((place >> level) + 1) << level  # of the block, in groups
-            stop = tl.minimum(hi, end * TOKENS)
-            if end < closed:
+            block_end = ((place >> level) + 1) << level  # in groups
+            stop = tl.minimum(hi, block_end * TOKENS)
+            if block_end < closed:
                 move = suffix_ptr + (bh * SLOTS + level) * HEAD_DIM * HEAD_DIM
                 x = times(
                     x_ptr, move, rows, M, HEAD_DIM, BLOCK_M, BLOCK_D, True, PRECISION
@@ -277,13 +277,14 @@ def attend_kernel(
                 after_ptr = gate_after_ptr + head[:, None] * room + column[None, :]
                 after = tl.load(after_ptr, mask=seen, other=0.0)
                 if BLOCK_N == TOKENS:  # a tile is a group
-                    end = tl.load(gate_end_ptr + head * groups + j // TOKENS)
-                    to_end = (gate - end).to(tl.float32)[:, None]
+                    end_ptr = gate_end_ptr + head * groups + j // TOKENS
+                    to_end = gate - tl.load(end_ptr, mask=in_rows, other=0.0)
+                    after += to_end.to(tl.float32)[:, None]
                 else:
-                    end_ptr = gate_end_ptr + head[:, None] * groups + column[None, :] // TOKENS
-                    end = tl.load(end_ptr, mask=seen, other=0.0)
-                    to_end = (gate[:, None] - end).to(tl.float32)
-                logits += (to_end + after) * 1.4426950408889634
+                    ends_ptr = gate_end_ptr + head[:, None] * groups + column[None, :] // TOKENS
+                    to_ends = gate[:, None] - tl.load(ends_ptr, mask=seen, other=0.0)
+                    after += to_ends.to(tl.float32)
+                logits += after * 1.4426950408889634
             if HAS_DOC:
                 seen = seen & (column[None, :] >= start[:, None])
             logits = tl.where(seen, logits, float("-inf"))
@@ -344,37 +345,59 @@ def merge_kernel(
         merged = closed & ~(closed + 1)  # groups in trailing ones: 2^top - 1
         top = highest_bit(merged + 1)
         slices = tl.cdiv(HEAD_DIM, BLOCK_P)
-        dim = tl.arange(0, BLOCK_D)
         for item in range(tl.program_id(0), PAIRS * (merged + slices), tl.num_programs(0)):
             bh = (item // (merged + slices)).to(tl.int64)
             part = item % (merged + slices)
             if part < slices:
-                rows = part * BLOCK_P + tl.arange(0, BLOCK_P)
-                if top == 0:
-                    source = open_product_ptr + bh * HEAD_DIM * HEAD_DIM
-                    joined = load_matrix(source, rows, dim, HEAD_DIM, HEAD_DIM)
-                else:
-                    left = (bh * SLOTS + top - 1) * HEAD_DIM * HEAD_DIM
-                    joined = times(
-                        product_ptr + left, suffix_ptr + left, rows, HEAD_DIM, HEAD_DIM, BLOCK_P,
-                        BLOCK_D, False, EXACT,
-                    )  # fmt: skip
-                target = product_ptr + (bh * SLOTS + top) * HEAD_DIM * HEAD_DIM
-                mask = (rows < HEAD_DIM)[:, None] & (dim < HEAD_DIM)[None, :]
-                tl.store(target + rows[:, None] * HEAD_DIM + dim[None, :], joined, mask=mask)
+                _join_rows(
+                    open_product_ptr, product_ptr, suffix_ptr, bh, top,
+                    part * BLOCK_P + tl.arange(0, BLOCK_P), HEAD_DIM, BLOCK_D, BLOCK_P, SLOTS,
+                    EXACT,
+                )  # fmt: skip
             else:
                 place = closed - merged + part - slices
-                level = highest_bit(closed ^ place)
-                move = suffix_ptr + (bh * SLOTS + level) * HEAD_DIM * HEAD_DIM
-                rows = tl.arange(0, BLOCK_T)
-                group_ptr = keys_ptr + (bh * room + place * TOKENS) * HEAD_DIM
-                moved = times(
-                    group_ptr, move, rows, TOKENS, HEAD_DIM, BLOCK_T, BLOCK_D, False, PRECISION
+                _move_group(
+                    keys_ptr + (bh * room + place * TOKENS) * HEAD_DIM,
+                    suffix_ptr + (bh * SLOTS + highest_bit(closed ^ place)) * HEAD_DIM * HEAD_DIM,
+                    HEAD_DIM, BLOCK_D, TOKENS, BLOCK_T, PRECISION,
                 )  # fmt: skip
-                tl.debug_barrier()  # the rows are read before they are written
-                mask = (rows < TOKENS)[:, None] & (dim < HEAD_DIM)[None, :]
-                places = rows[:, None] * HEAD_DIM + dim[None, :]
-                tl.store(group_ptr + places, moved.to(keys_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _join_rows(
+    open_product_ptr, product_ptr, suffix_ptr, bh, top, rows, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, SLOTS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Rows of the product of the block that the closing leaves, at level `top`."""
+    dim = tl.arange(0, BLOCK_D)
+    if top == 0:
+        open_product_ptr += bh * HEAD_DIM * HEAD_DIM
+        joined = load_matrix(open_product_ptr, rows, dim, HEAD_DIM, HEAD_DIM)
+    else:
+        left = (bh * SLOTS + top - 1) * HEAD_DIM * HEAD_DIM
+        joined = times(
+            product_ptr + left, suffix_ptr + left, rows, HEAD_DIM, HEAD_DIM, BLOCK_P, BLOCK_D,
+            False, EXACT,
+        )  # fmt: skip
+    target = product_ptr + (bh * SLOTS + top) * HEAD_DIM * HEAD_DIM
+    mask = (rows < HEAD_DIM)[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(target + rows[:, None] * HEAD_DIM + dim[None, :], joined, mask=mask)
+
+
+@triton.jit
+def _move_group(
+    group_ptr, move_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys of a group to the end of the merged block, in place."""
+    rows, dim = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    moved = times(
+        group_ptr, move_ptr, rows, TOKENS, HEAD_DIM, BLOCK_T, BLOCK_D, False, PRECISION
+    )  # fmt: skip
+    tl.debug_barrier()  # the rows are read before they are written
+    mask = (rows < TOKENS)[:, None] & (dim < HEAD_DIM)[None, :]
+    places = rows[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(group_ptr + places, moved.to(group_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel

@@ -115,7 +115,7 @@ def step(
         tensors["starts"], get("open_gate"), m, l_sum, acc, n, room, groups,
         scale * 1.4426950408889634, **common, **widths, **values, **flags, **precision,
         BLOCK_M=_padded(n * R), BLOCK_N=_padded(tokens) if tokens < 64 else 64, SLOTS=slots,
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=2 if fp32 else 3,
     )  # fmt: skip
     if closing and reflections:
         exact = {"EXACT": "ieee"}
