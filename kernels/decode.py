@@ -18,7 +18,10 @@ hold a step. Products and open keys are fp32; `PRECISION` is that of products wi
 import triton
 import triton.language as tl
 
-kernel = triton.jit(do_not_specialize=["n", "room", "groups"])
+RUNTIME = ["n", "room", "groups", "splits", "slots", "pairs", "H"]
+"""Numbers of a step and of a cache: one version of a kernel serves all."""
+
+kernel = triton.jit(do_not_specialize=RUNTIME)
 
 
 @triton.jit
@@ -63,9 +66,9 @@ def open_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, position_ptr, keys_ptr,
     values_ptr, gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr, raw_beta_ptr,
     open_keys_ptr, open_product_ptr, open_gate_ptr, x_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups,
-    scale, H: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    scale, H, splits, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr,
-    OPEN: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr, SPLITS: tl.constexpr,
+    OPEN: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr,
     REFLECTIONS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
     START_GIVEN: tl.constexpr, CLOSES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -80,24 +83,24 @@ def open_kernel(
                 q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, keys_ptr,
                 values_ptr, gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr,
                 raw_beta_ptr, open_keys_ptr, open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups,
-                scale, bh, tokens, closed, count, H, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-                BLOCK_R, TOKENS, OPEN, BLOCK_O, SPLITS, REFLECTIONS, HAS_GATE, HAS_DOC, START_GIVEN,
-                CLOSES, PRECISION,
+                scale, H, splits, bh, tokens, closed, count, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                BLOCK_DV, BLOCK_R, TOKENS, OPEN, BLOCK_O, REFLECTIONS, HAS_GATE, HAS_DOC,
+                START_GIVEN, CLOSES, PRECISION,
             )  # fmt: skip
         elif REFLECTIONS:
             rows = (tl.program_id(1) - 1) * BLOCK_P + tl.arange(0, BLOCK_P)
             _open_product(
-                q_ptr, w_ptr, beta_ptr, open_product_ptr, x_ptr, n, bh, count, rows, H, GROUP,
+                q_ptr, w_ptr, beta_ptr, open_product_ptr, x_ptr, n, H, bh, count, rows, GROUP,
                 HEAD_DIM, BLOCK_D,
             )  # fmt: skip
     elif tl.program_id(1) == 0:  # the host did not count: NaN says so, and nothing is written
         for row in range(n * GROUP):
-            tl.store(m_ptr + (bh * (SPLITS + 1) + SPLITS) * n * GROUP + row, float("nan"))
+            tl.store(m_ptr + (bh * (splits + 1) + splits) * n * GROUP + row, float("nan"))
 
 
 @triton.jit
 def _open_product(
-    q_ptr, w_ptr, beta_ptr, open_product_ptr, x_ptr, n, bh, count, rows, H: tl.constexpr,
+    q_ptr, w_ptr, beta_ptr, open_product_ptr, x_ptr, n, H, bh, count, rows,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """P_open <- P_open H and x = P_open q of n tokens, for some rows of P_open."""
@@ -128,10 +131,10 @@ def _open_product(
 def _open_attention(
     q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, keys_ptr, values_ptr,
     gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr, raw_beta_ptr, open_keys_ptr,
-    open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, bh, tokens, closed, count,
-    H: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, bh, tokens, closed,
+    count, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr,
-    OPEN: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, REFLECTIONS: tl.constexpr,
+    OPEN: tl.constexpr, BLOCK_O: tl.constexpr, REFLECTIONS: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, START_GIVEN: tl.constexpr, CLOSES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -192,7 +195,7 @@ def _open_attention(
         logits = tl.where(seen[None, :], logits, float("-inf"))
         m = tl.max(logits, 1)
         p = tl.exp2(logits - m[:, None])
-        part = (bh * (SPLITS + 1) + SPLITS) * n * GROUP + i * GROUP + r
+        part = (bh * (splits + 1) + splits) * n * GROUP + i * GROUP + r
         tl.store(m_ptr + part, m, mask=in_group)
         tl.store(l_ptr + part, tl.sum(p, 1), mask=in_group)
         acc = tl.dot(p.to(values.dtype), values, input_precision=PRECISION)
@@ -215,10 +218,10 @@ def _open_attention(
 @kernel
 def attend_kernel(
     x_ptr, position_ptr, keys_ptr, values_ptr, suffix_ptr, gate_end_ptr, gate_after_ptr, starts_ptr,
-    open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H: tl.constexpr,
+    open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, slots,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
-    OPEN: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr, REFLECTIONS: tl.constexpr,
+    OPEN: tl.constexpr, REFLECTIONS: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of the closed keys; x [bh, M, D] fp32."""
@@ -228,7 +231,7 @@ def attend_kernel(
     closed = tl.load(position_ptr + 1).to(tl.int32)
     count = (tokens - closed * TOKENS).to(tl.int32)
     length = closed * TOKENS
-    span = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N
+    span = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     rows, dim, dim_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     M = n * GROUP
     in_rows, in_dim_v = rows < M, dim_v < HEAD_DIM_V
@@ -260,7 +263,7 @@ def attend_kernel(
             block_end = ((place >> level) + 1) << level  # in groups
             stop = tl.minimum(hi, block_end * TOKENS)
             if block_end < closed:
-                move = suffix_ptr + (bh * SLOTS + level) * HEAD_DIM * HEAD_DIM
+                move = suffix_ptr + (bh * slots + level) * HEAD_DIM * HEAD_DIM
                 x = times(
                     x_ptr, move, rows, M, HEAD_DIM, BLOCK_M, BLOCK_D, True, PRECISION
                 )  # fmt: skip
@@ -297,7 +300,7 @@ def attend_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             m_i = m_new
         lo = stop
-    part = (bh * (SPLITS + 1) + split) * M + rows
+    part = (bh * (splits + 1) + split) * M + rows
     tl.store(m_ptr + part, m_i, mask=in_rows)
     tl.store(l_ptr + part, l_i, mask=in_rows)
     acc_mask = in_rows[:, None] & in_dim_v[None, :]
@@ -306,8 +309,8 @@ def attend_kernel(
 
 @kernel
 def suffix_kernel(
-    position_ptr, open_product_ptr, suffix_ptr, n, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, EXACT: tl.constexpr,
+    position_ptr, open_product_ptr, suffix_ptr, n, slots, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, TOKENS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_P rows of a block's suffix product: suffix <- suffix P_open, P_open if it was empty."""
     bh, level = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -316,7 +319,7 @@ def suffix_kernel(
     if (count + n == TOKENS) & ((closed >> level) & 1 == 1):
         rows, dim = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
         open_product_ptr += bh * HEAD_DIM * HEAD_DIM
-        suffix_ptr += (bh * SLOTS + level) * HEAD_DIM * HEAD_DIM
+        suffix_ptr += (bh * slots + level) * HEAD_DIM * HEAD_DIM
         if closed & ((1 << level) - 1) == 0:
             moved = load_matrix(open_product_ptr, rows, dim, HEAD_DIM, HEAD_DIM)
         else:
@@ -331,9 +334,9 @@ def suffix_kernel(
 
 @kernel
 def merge_kernel(
-    position_ptr, open_product_ptr, product_ptr, suffix_ptr, keys_ptr, n, room,
-    PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr,
+    position_ptr, open_product_ptr, product_ptr, suffix_ptr, keys_ptr, n, room, slots, pairs,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """Groups of keys, and rows of a product, one after the other: a closing merges the blocks of
@@ -345,28 +348,27 @@ def merge_kernel(
         merged = closed & ~(closed + 1)  # groups in trailing ones: 2^top - 1
         top = highest_bit(merged + 1)
         slices = tl.cdiv(HEAD_DIM, BLOCK_P)
-        for item in range(tl.program_id(0), PAIRS * (merged + slices), tl.num_programs(0)):
+        for item in range(tl.program_id(0), pairs * (merged + slices), tl.num_programs(0)):
             bh = (item // (merged + slices)).to(tl.int64)
             part = item % (merged + slices)
             if part < slices:
                 _join_rows(
-                    open_product_ptr, product_ptr, suffix_ptr, bh, top,
-                    part * BLOCK_P + tl.arange(0, BLOCK_P), HEAD_DIM, BLOCK_D, BLOCK_P, SLOTS,
-                    EXACT,
+                    open_product_ptr, product_ptr, suffix_ptr, slots, bh, top,
+                    part * BLOCK_P + tl.arange(0, BLOCK_P), HEAD_DIM, BLOCK_D, BLOCK_P, EXACT,
                 )  # fmt: skip
             else:
                 place = closed - merged + part - slices
                 _move_group(
                     keys_ptr + (bh * room + place * TOKENS) * HEAD_DIM,
-                    suffix_ptr + (bh * SLOTS + highest_bit(closed ^ place)) * HEAD_DIM * HEAD_DIM,
+                    suffix_ptr + (bh * slots + highest_bit(closed ^ place)) * HEAD_DIM * HEAD_DIM,
                     HEAD_DIM, BLOCK_D, TOKENS, BLOCK_T, PRECISION,
                 )  # fmt: skip
 
 
 @triton.jit
 def _join_rows(
-    open_product_ptr, product_ptr, suffix_ptr, bh, top, rows, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, SLOTS: tl.constexpr, EXACT: tl.constexpr,
+    open_product_ptr, product_ptr, suffix_ptr, slots, bh, top, rows, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Rows of the product of the block that the closing leaves, at level `top`."""
     dim = tl.arange(0, BLOCK_D)
@@ -374,12 +376,12 @@ def _join_rows(
         open_product_ptr += bh * HEAD_DIM * HEAD_DIM
         joined = load_matrix(open_product_ptr, rows, dim, HEAD_DIM, HEAD_DIM)
     else:
-        left = (bh * SLOTS + top - 1) * HEAD_DIM * HEAD_DIM
+        left = (bh * slots + top - 1) * HEAD_DIM * HEAD_DIM
         joined = times(
             product_ptr + left, suffix_ptr + left, rows, HEAD_DIM, HEAD_DIM, BLOCK_P, BLOCK_D,
             False, EXACT,
         )  # fmt: skip
-    target = product_ptr + (bh * SLOTS + top) * HEAD_DIM * HEAD_DIM
+    target = product_ptr + (bh * slots + top) * HEAD_DIM * HEAD_DIM
     mask = (rows < HEAD_DIM)[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(target + rows[:, None] * HEAD_DIM + dim[None, :], joined, mask=mask)
 
@@ -402,8 +404,8 @@ def _move_group(
 
 @kernel
 def combine_kernel(
-    m_ptr, l_ptr, acc_ptr, out_ptr, position_ptr, n, room, H: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
+    m_ptr, l_ptr, acc_ptr, out_ptr, position_ptr, n, room, H, splits, GROUP: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_S: tl.constexpr, CLOSES: tl.constexpr,
 ):  # fmt: skip
     """out [B, n, HQ, DV] of one query row; the first program counts the tokens."""
@@ -412,12 +414,12 @@ def combine_kernel(
     dim_v = tl.arange(0, BLOCK_DV)
     in_dim = dim_v < HEAD_DIM_V
     split = tl.arange(0, BLOCK_S)
-    part = (bh * (SPLITS + 1) + split) * M + row
-    there = split <= SPLITS
+    part = (bh * (splits + 1) + split) * M + row
+    there = split <= splits
     m = tl.load(m_ptr + part, mask=there, other=float("-inf"))
     l_i = tl.load(l_ptr + part, mask=there, other=0.0)
     # A maximum drops NaN, which the last split has if there was no room.
-    own = tl.load(m_ptr + (bh * (SPLITS + 1) + SPLITS) * M + row)
+    own = tl.load(m_ptr + (bh * (splits + 1) + splits) * M + row)
     weight = tl.exp2(m - tl.max(m, 0)) + (own - own)
     acc_mask = there[:, None] & in_dim[None, :]
     acc = tl.load(

@@ -9,7 +9,9 @@ MAX_ROWS = 64
 """Query rows (tokens times heads of a group) that one tile of the attention holds."""
 
 MAX_HEAD_DIM = 128
-"""Rows of a product, held by one program."""
+"""Widths of products, keys and values that the programs hold."""
+
+LOG2_E = 1.4426950408889634
 
 
 def _padded(width: int, least: int = 16) -> int:
@@ -99,37 +101,37 @@ def step(
         "HAS_GATE": log_gate is not None,
         "HAS_DOC": documents or document_start is not None,
     }
-    common = {"H": H, "GROUP": R, "TOKENS": tokens, "OPEN": open_room, "SPLITS": splits}
+    common = {"GROUP": R, "TOKENS": tokens, "OPEN": open_room}
     position = tensors["position"]
     get = tensors.get
     open_kernel[(B * H, 1 + (slices if reflections else 0))](
         q, k, v, w, beta, log_gate, document_start, position, keys, tensors["v"], get("gate_end"),
         get("gate_after"), tensors["starts"], tensors["raw_k"], get("raw_w"), get("raw_beta"),
         tensors["open_keys"], get("open_product"), get("open_gate"), x, m, l_sum, acc, n, room,
-        groups, scale * 1.4426950408889634, **common, **widths, **values, **flags, **precision,
-        BLOCK_R=_padded(R), BLOCK_O=_padded(open_room), BLOCK_P=block_p,
+        groups, scale * LOG2_E, H, splits, **common, **widths, **values, **flags,
+        **precision, BLOCK_R=_padded(R), BLOCK_O=_padded(open_room), BLOCK_P=block_p,
         START_GIVEN=document_start is not None, CLOSES=closes, num_warps=8 if D > 64 else 4,
     )  # fmt: skip
     attend_kernel[(splits, B * H)](
         x, position, keys, tensors["v"], get("suffix"), get("gate_end"), get("gate_after"),
         tensors["starts"], get("open_gate"), m, l_sum, acc, n, room, groups,
-        scale * 1.4426950408889634, **common, **widths, **values, **flags, **precision,
-        BLOCK_M=_padded(n * R), BLOCK_N=_padded(tokens) if tokens < 64 else 64, SLOTS=slots,
+        scale * LOG2_E, H, splits, slots, **common, **widths, **values, **flags,
+        **precision, BLOCK_M=_padded(n * R), BLOCK_N=_padded(tokens) if tokens < 64 else 64,
         num_warps=4, num_stages=2 if fp32 else 3,
     )  # fmt: skip
     if closing and reflections:
         exact = {"EXACT": "ieee"}
         suffix_kernel[(B * H, slots, slices)](
-            position, tensors["open_product"], tensors["suffix"], n, **widths, **exact,
-            BLOCK_P=block_p, TOKENS=tokens, SLOTS=slots, num_warps=4,
+            position, tensors["open_product"], tensors["suffix"], n, slots, **widths, **exact,
+            BLOCK_P=block_p, TOKENS=tokens, num_warps=4,
         )  # fmt: skip
         merge_kernel[(4 * _processors(q.device),)](
-            position, tensors["open_product"], product, tensors["suffix"], keys, n, room,
-            **widths, **precision, **exact, PAIRS=B * H, BLOCK_P=block_p, TOKENS=tokens,
-            BLOCK_T=_padded(tokens), SLOTS=slots, num_warps=4,
+            position, tensors["open_product"], product, tensors["suffix"], keys, n, room, slots,
+            B * H, **widths, **precision, **exact, BLOCK_P=block_p, TOKENS=tokens,
+            BLOCK_T=_padded(tokens), num_warps=4,
         )  # fmt: skip
     combine_kernel[(B * H, n * R)](
-        m, l_sum, acc, out, position, n, room, H=H, GROUP=R, TOKENS=tokens, SPLITS=splits,
+        m, l_sum, acc, out, position, n, room, H, splits, GROUP=R, TOKENS=tokens,
         **values, BLOCK_S=_padded(splits + 1), CLOSES=closes, num_warps=4,
     )  # fmt: skip
     return out

@@ -81,7 +81,7 @@ def compile_step(n=1, **case):
 
 
 def count_versions(**case):
-    """{kernel: versions} over the tokens of a step; nothing is compiled."""
+    """{kernel: versions} over rows, tokens of a step and capacities; nothing is compiled."""
     versions, launched = defaultdict(set), JITFunction.run
     JITFunction.run = lambda self, *args, grid, warmup, **options: launched(
         self, *args, grid=grid, warmup=True, **options
@@ -92,8 +92,8 @@ def count_versions(**case):
         return True
 
     knobs.runtime.jit_cache_hook = stop
-    for n in (1, 2, 3):
-        step(n, 4096, **case)
+    for n, rows, capacity in ((1, 1, 4096), (2, 3, 4160), (3, 16, 8192)):
+        step(n, capacity, **{**case, "B": rows})
     return {name: len(keys) for name, keys in versions.items()}
 
 

@@ -201,7 +201,7 @@ def test_a_card_takes_the_kernels(case, capability, tmp_path):
 
 
 def test_steps_share_their_kernels(tmp_path):
-    """Catches a kernel compiled anew for another number of tokens."""
+    """Catches a kernel compiled anew for other numbers of tokens or rows, or another capacity."""
     case = dict(dtype="bfloat16", gate=True)
     versions = numbers_for_card("90", "--versions", tmp_path=tmp_path, **case)
     assert versions.keys() and set(versions.values()) == {1}
