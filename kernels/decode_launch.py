@@ -1,5 +1,8 @@
 """Launches of the kernels of a decode step."""
 
+import functools
+import math
+
 import torch
 from torch import Tensor
 
@@ -39,12 +42,21 @@ def unsupported_reason(spec, device: torch.device) -> str | None:
     return None
 
 
-def splits_for(pairs: int, room: int, device: torch.device) -> int:
-    """Parts into which the closed keys of each of `pairs` heads are split: two programs for each
-    multiprocessor, and at least 256 tokens for a part.
+@functools.lru_cache
+def splits_for(pairs: int, room: int, processors: int) -> int:
+    """Parts into which the closed keys of each of `pairs` heads are split, of at least 256 tokens.
+
+    A multiprocessor holds two programs: the last wave of them should be full, so this is the least
+    number within 5 % of the fullest waves.
     """
-    wanted = -(-2 * _processors(device) // pairs)
-    return max(1, min(wanted, -(-room // 256), 256))
+
+    def full(splits: int) -> float:
+        waves = pairs * splits / (2 * processors)
+        return waves / math.ceil(waves)
+
+    choices = range(1, max(1, min(room // 256, 128)) + 1)
+    best = max(full(splits) for splits in choices)
+    return next(splits for splits in choices if full(splits) >= 0.95 * best)
 
 
 def step(
@@ -75,7 +87,7 @@ def step(
     R, room = HQ // H, tensors["k"].shape[2]
     keys, product = tensors["k"], tensors.get("product")
     slots = 0 if product is None else product.shape[2]
-    splits = splits or splits_for(B * H, room, q.device)
+    splits = splits or splits_for(B * H, room, _processors(q.device))
     reflections, closes = w is not None, open_room == tokens
     fp32 = q.dtype == torch.float32
     precision = {"PRECISION": "ieee" if fp32 else "tf32"}

@@ -220,3 +220,10 @@ def numbers_for_card(capability, *options, tmp_path, **case):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: float(number) for name, number in map(str.split, done.stdout.splitlines())}
+
+
+def test_splits_fill_the_card():
+    """A second wave of a few programs would take as long as a full one."""
+    assert [decode_launch.splits_for(pairs, 8192, 132) for pairs in (8, 64, 512)] == [31, 4, 1]
+    assert decode_launch.splits_for(8, 1024, 132) == 4
+    assert decode_launch.splits_for(3, 16, 132) == 1
