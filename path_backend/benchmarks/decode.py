@@ -332,7 +332,9 @@ def _near(i: int, marks: Sequence[int]) -> bool:
 
 
 def _step_in_place(keys: Tensor, one: Inputs, v: Tensor, i: int, output: bool) -> Tensor:
-    """The paper's step: all keys are moved in bf16; the output, where it is asked for, is exact."""
+    """The paper's step: all keys are moved in bf16. The output, where it is asked for, is rounded
+    once.
+    """
     assert one.w is not None and one.beta is not None
     if i:
         in_place_update(keys[:, :, :i], one.w.transpose(1, 2).float(), one.beta.mT.unsqueeze(-1))
@@ -342,7 +344,8 @@ def _step_in_place(keys: Tensor, one: Inputs, v: Tensor, i: int, output: bool) -
     H = keys.shape[1]
     q = one.q.double().unflatten(2, (H, -1)).squeeze(1)
     p = (q @ keys[:, :, : i + 1].double().mT * q.shape[-1] ** -0.5).softmax(-1)
-    return (p @ v[:, : i + 1].transpose(1, 2).double()).flatten(1, 2).unsqueeze(1)
+    out = p @ v[:, : i + 1].transpose(1, 2).double()
+    return out.flatten(1, 2).unsqueeze(1).to(one.q.dtype)
 
 
 def last_outputs(inputs: Inputs, count: int) -> Tensor:

@@ -205,8 +205,8 @@ class PathCache:
         self.form.crop(self.tensors, self.closed, keep)
         self.tokens, self.closed = length, keep
         if self.spec.forget_gate:
-            ends, gate = self.tensors["gate_end"], self.tensors["open_gate"]
-            gate[:, :, 0] = ends[:, :, keep - 1] if keep else 0
+            end, gate = self.tensors["gate_end"], self.tensors["open_gate"]
+            gate[:, :, 0] = end[:, :, keep - 1] if keep else 0
         self._settle()
 
     def reset(self) -> None:

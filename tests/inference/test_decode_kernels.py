@@ -61,6 +61,13 @@ def test_token_by_token(kind):
     assert cache.tensors["position"].tolist() == [27, 6] == [cache.tokens, cache.closed]
 
 
+@pytest.mark.parametrize("kind", ["path_fox", "fox"])
+def test_prefill_by_kernels(kind):
+    """A prefill, a chunk and steps all by kernels, as on a card; blocks of one and two groups."""
+    inputs, cache = by_kernels(205, group=64, documents=True, **{**KINDS[kind], "D": 16})
+    check(appended(cache, inputs, [130, 70, 1, 1, 1, 1, 1]), inputs)
+
+
 @pytest.mark.parametrize("beta, w", [("two", "constant"), ("one", "random")])
 def test_adversarial_beta(beta, w):
     """Singular products and parallel reflections, where three levels merge at once."""
