@@ -30,11 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from path_backend import ops
 from path_backend.arguments import Inputs, prepare
 from path_backend.inference import closed as forms
 from path_backend.inference.decode import decode
-from path_backend.inference.prefill import prefill
+from path_backend.inference.prefill import check_starts, prefill
 from path_backend.inference.spec import (
     CacheMismatchError,
     CacheSpec,
@@ -137,15 +136,15 @@ class PathCache:
         if q.device != self.device:
             raise CacheMismatchError(f"the cache is on {self.device}, the tokens are on {q.device}")
         if document_start is not None and document_start.device.type == "cpu":
-            ops.check_document_start(document_start, self.tokens)
+            check_starts(self, document_start)
         length = q.shape[1]
         self.check_room(length)
         self._grow(self.tokens + length)
         with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
+            many = length > DECODE_TOKENS or (self.tokens == 0 and length > 1)
+            out = (prefill if many else decode)(self, inputs, scale)
             self._remember(features)
-            if length > DECODE_TOKENS or (self.tokens == 0 and length > 1):
-                return prefill(self, inputs, scale)
-            return decode(self, inputs, scale)
+        return out
 
     def conv_history(self) -> Tensor:
         """Returns the features [B, width - 1, C] of the last tokens; zeros before the first."""
@@ -351,7 +350,7 @@ class PathCache:
         ring = self.tensors["features"]
         size, length = ring.shape[1], features.shape[1]
         last = min(size, length)
-        at = self.position + torch.arange(length - last, length, device=self.device)
+        at = self.position + torch.arange(-last, 0, device=self.device)
         ring.index_copy_(1, at.remainder(size), features[:, length - last :].to(ring.dtype))
 
     def _grow(self, tokens: int) -> None:

@@ -5,7 +5,7 @@ Closing: `append_tokens` cuts raw tokens into groups, which the closed part take
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from path_backend.arguments import CrossSegment, Inputs
 from path_backend.eager.softmax import CLOSED
 from path_backend.inference import closed as forms
-from path_backend.inference.segments import Segments
+from path_backend.inference.segments import choose, is_torch
 from path_backend.inference.spec import pack, unpack
 
 if TYPE_CHECKING:
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 def prefill(cache: PathCache, inputs: Inputs, scale: float) -> Tensor:
     """Returns the output [B, n, HQ, DV] of new tokens, which are appended."""
-    segments = Segments(inputs, cache.implementation)
+    backend = choose(inputs, cache.implementation)
     starts = document_starts(cache, inputs)
     inputs = inputs._replace(document_start=starts)
     if cache.tokens == 0:
-        out = segments.attention(inputs, scale)
+        arguments = (*inputs, scale, cache.implementation)
+        out, _ = torch.ops.path_backend.attention(*arguments)
     else:
-        out = _attend(cache, inputs, scale, segments).to(inputs.q.dtype)
-    append_tokens(cache, inputs, segments)
+        out = _attend(cache, inputs, scale, backend).to(inputs.q.dtype)
+    append_tokens(cache, inputs, backend)
     return out
 
 
@@ -43,22 +44,37 @@ def document_starts(cache: PathCache, inputs: Inputs) -> Tensor | None:
     return cache.tensors["starts"][:, cache.tokens - 1 : cache.tokens].expand(B, n)
 
 
+def check_starts(cache: PathCache, starts: Tensor) -> None:
+    """Raises ValueError at the first document start that cannot follow those in the cache."""
+    n, tokens = starts.shape[1], cache.tokens
+    before = cache.tensors["starts"][:, max(tokens - 1, 0), None]
+    before = torch.cat([before if tokens else torch.zeros_like(before), starts[:, :-1]], 1)
+    wrong = (starts < before) | (starts > torch.arange(tokens, tokens + n))
+    if wrong.any():
+        b, i = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            "document_start must be non-decreasing with 0 <= document_start[b, i] <= i, counted "
+            f"from the first token of the cache, got {int(starts[b, i])} at token {tokens + i} "
+            f"after {int(before[b, i])}"
+        )
+
+
 def summed_gates(cache: PathCache, log_gate: Tensor) -> Tensor:
     """Returns log gates from the first token to each new one, fp64 [B, HQ, n]."""
     before = cache.tensors["open_gate"][:, :, cache.open_tokens, None]
     return before + log_gate.mT.double().clamp_min(CLOSED).cumsum(-1)
 
 
-def _attend(cache: PathCache, inputs: Inputs, scale: float, segments: Segments) -> Tensor:
+def _attend(cache: PathCache, inputs: Inputs, scale: float, backend: Any) -> Tensor:
     """Attention of a segment to itself and to all that is cached, in compute precision."""
     spec, t, tokens, count = cache.spec, cache.tensors, cache.tokens, cache.open_tokens
     first = tokens - count
-    if segments.is_torch:  # what it returns is not rounded then
+    if is_torch(backend):  # what it returns is not rounded then
         inputs = inputs.map_floating(lambda x: x.to(spec.precise))
     starts, own = inputs.document_start, inputs
     if starts is not None:
         own = inputs._replace(document_start=(starts - tokens).clamp_min(0))
-    out, lse, (q_start, _, _) = segments.forward(own, scale)
+    out, lse, (q_start, _, _) = backend.segment_forward(own, scale)
     gates = None if inputs.log_gate is None else summed_gates(cache, inputs.log_gate)
 
     def meet(x: Tensor, keys: Tensor, at: slice, sums: Tensor | None) -> None:
@@ -73,7 +89,7 @@ def _attend(cache: PathCache, inputs: Inputs, scale: float, segments: Segments) 
         q, k = x.to(q_start.dtype), keys.transpose(1, 2).to(q_start.dtype)
         v = t["v"][:, :, at].transpose(1, 2).to(q_start.dtype)
         pair = CrossSegment(q, k, v, gate_q, gate_k, first_key)
-        segments.cross_forward(pair, scale, out, lse)
+        backend.cross_segment_forward(pair, scale, out, lse)
 
     x = q_start
     if count:
@@ -93,11 +109,8 @@ def _attend(cache: PathCache, inputs: Inputs, scale: float, segments: Segments) 
     return out
 
 
-def append_tokens(cache: PathCache, inputs: Inputs, segments: Segments | None = None) -> None:
-    """Appends tokens whose outputs are computed, and closes the groups that became full.
-
-    segments: what computes the ends of blocks of many groups; without it there are none.
-    """
+def append_tokens(cache: PathCache, inputs: Inputs, backend: Any) -> None:
+    """Appends tokens whose outputs are computed, and closes the groups that became full."""
     t, tokens, n = cache.tensors, cache.tokens, inputs.q.shape[1]
     count = cache.open_tokens
     t["v"][:, :, tokens : tokens + n] = inputs.v.transpose(1, 2)
@@ -112,7 +125,7 @@ def append_tokens(cache: PathCache, inputs: Inputs, segments: Segments | None = 
     if inputs.log_gate is not None:
         gates = summed_gates(cache, inputs.log_gate)
         sums = torch.cat([t["open_gate"][:, :, : count + 1], gates], -1)
-    close(cache, raw, sums, n, segments)
+    close(cache, raw, sums, n, backend)
 
 
 def close(
@@ -120,12 +133,12 @@ def close(
     raw: dict[str, Tensor],
     sums: Tensor | None,
     new: int,
-    segments: Segments | None = None,
+    backend: Any = None,
 ) -> None:
     """Takes over raw open tokens, the last `new` of which are not counted yet.
 
     raw: raw_k, raw_w [B, H, tokens, D], raw_beta [B, H, tokens]; sums: [B, HQ, tokens + 1], from
-    before the first of them on.
+    before the first of them on. backend: what computes the ends of blocks of more than one group.
     """
     spec, t, group = cache.spec, cache.tensors, cache.spec.group
     total = cache.tokens + new
@@ -133,7 +146,7 @@ def close(
     groups = max(groups, 0)
     cut, rest = groups * group, total - (cache.closed + groups) * group
     if groups:
-        for block, k_end, product in _ends(cache, raw, groups, segments):
+        for block, k_end, product in _ends(cache, raw, groups, backend):
             cache.form.push(t, block, k_end, product)
         if sums is not None:
             ends = sums[:, :, group : cut + 1 : group]
@@ -156,7 +169,7 @@ def close(
 
 
 def _ends(
-    cache: PathCache, raw: dict[str, Tensor], groups: int, segments: Segments | None
+    cache: PathCache, raw: dict[str, Tensor], groups: int, backend: Any
 ) -> list[tuple[forms.Block, Tensor, Tensor | None]]:
     """Returns the blocks of the first groups of raw tokens, with k_end and product."""
     spec, first = cache.spec, cache.closed
@@ -169,16 +182,15 @@ def _ends(
         cut = [x[:, :, : groups * spec.group].unflatten(2, (groups, -1)) for x in (k, w, beta)]
         k_end, product = forms.ends(*cut)
         return [(p, k_end[:, :, i], product[:, :, i]) for i, p in enumerate(pieces)]
-    assert segments is not None
     blocks: list[tuple[forms.Block, Tensor, Tensor | None]] = []
     for p in pieces:
         at = slice((p.first - first) * spec.group, (p.first - first + p.groups) * spec.group)
         if p.groups == 1:
             blocks.append((p, *forms.ends(k[:, :, at], w[:, :, at], beta[:, :, at])))
             continue
-        dtype = spec.precise if segments.is_torch else spec.dtype
+        dtype = spec.precise if is_torch(backend) else spec.dtype
         keys, ws, betas = (x[:, :, at].transpose(1, 2) for x in (k, w, beta))
         keys, ws = keys.to(dtype), ws.to(dtype)
-        moved = segments.ends(Inputs(keys, keys, keys, ws, betas))
+        moved = backend.segment_ends(Inputs(keys, keys, keys, ws, betas))
         blocks.append((p, moved.k_end.transpose(1, 2), moved.product))
     return blocks

@@ -1,10 +1,10 @@
-"""The segment functions of `Backend`, from plain torch or from the kernels."""
+"""The `Backend` that computes a prefill: plain torch or the kernels."""
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from path_backend import ops
@@ -12,31 +12,36 @@ from path_backend.arguments import CrossSegment, Inputs, SegmentEnds, SegmentFor
 from path_backend.eager import segments as eager
 
 
-class Segments:
-    """One form of the segment functions, chosen once for a call."""
+def choose(inputs: Inputs, implementation: str) -> Any:
+    """Returns a `Backend` for these inputs, as `path_attention` chooses it."""
+    chosen = getattr(ops, "choose_backend", None)
+    if chosen is not None:
+        return chosen(inputs, implementation)
+    return _Blocks(ops._backend(inputs.q.device, implementation, inputs, eager))
 
-    def __init__(self, inputs: Inputs, implementation: str):
-        self.implementation = implementation
-        self.module: ModuleType = ops._backend(inputs.q.device, implementation, inputs, eager)
 
-    @property
-    def is_torch(self) -> bool:
-        """Whether this is plain torch, which computes and returns what its inputs' dtype holds."""
-        return self.module is eager
+def is_torch(backend: Any) -> bool:
+    """Whether this is plain torch, which computes and returns what its inputs' dtype holds."""
+    return "kernels" not in backend.__name__
 
-    def attention(self, inputs: Inputs, scale: float) -> Tensor:
-        """Returns out [B, T, HQ, DV] of a whole sequence, as a training forward does."""
-        return torch.ops.path_backend.attention(*inputs, scale, self.implementation)[0]
 
-    def ends(self, inputs: Inputs) -> SegmentEnds:
-        """`Backend.segment_ends`."""
+class _Blocks:
+    """The segment functions of a module that has them by their former names, tensor by tensor.
+
+    To be removed when `ops.choose_backend` is there.
+    """
+
+    def __init__(self, module: ModuleType):
+        self.module, self.__name__ = module, module.__name__
+
+    def segment_ends(self, inputs: Inputs) -> SegmentEnds:
         return SegmentEnds(*self.module.block_frames(*inputs[:2], *inputs[3:5]))
 
-    def forward(self, inputs: Inputs, scale: float) -> SegmentForward:
-        """`Backend.segment_forward`."""
+    def segment_forward(self, inputs: Inputs, scale: float) -> SegmentForward:
         out, lse, *ends = self.module.block_forward(*inputs, scale)
         return SegmentForward(out, lse, SegmentEnds(*ends))
 
-    def cross_forward(self, pair: CrossSegment, scale: float, out: Tensor, lse: Tensor) -> None:
-        """`Backend.cross_segment_forward`."""
+    def cross_segment_forward(
+        self, pair: CrossSegment, scale: float, out: Tensor, lse: Tensor
+    ) -> None:
         self.module.rectangle_forward(*pair, scale, out, lse)

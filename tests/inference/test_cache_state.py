@@ -170,6 +170,10 @@ def _start_ahead(x):
     return x._replace(document_start=torch.full((2, 3), 99).int())
 
 
+def _start_back(x):
+    return x._replace(document_start=torch.full((2, 3), 8).int())
+
+
 def _seven_times(x):
     return x.map(lambda y: y.repeat_interleave(7, 1))
 
@@ -185,7 +189,8 @@ REFUSED = {
     "no gate": (lambda x: x._replace(log_gate=None), CacheMismatchError, "with log_gate"),
     "no reflections": (lambda x: x._replace(w=None, beta=None), CacheMismatchError, "with w"),
     "w alone": (lambda x: x._replace(beta=None), ValueError, "must come together"),
-    "a start ahead": (_start_ahead, ValueError, "<= i"),
+    "a start ahead": (_start_ahead, ValueError, "got 99 at token 21 after 0"),
+    "a start of the past": (_start_back, ValueError, "got 8 at token 21 after 9"),
     "too many": (_seven_times, CapacityError, "room for 40 tokens and holds 21, got 21 more"),
 }
 
@@ -196,12 +201,15 @@ def test_refused_tokens(case, form):
     change, error, message = REFUSED[case]
     inputs = inputs_of(60, B=2, HQ=4, gate=True)
     cache = cache_for(inputs, form=form, capacity=40)
-    appended(cache, inputs, [21])
+    appended(cache, inputs, [20])
+    start = torch.full((2, 1), 9 if "past" in case else 0).int()
+    append(cache, tokens(inputs, 20, 21)._replace(document_start=start))
     before = snapshot(cache)
     with pytest.raises(error, match=message):
         append(cache, change(tokens(inputs, 21, 24)))
     assert_unchanged(cache, before)
-    assert_equal(appended(cache, inputs, [1] * 19, start=21), whole(inputs)[:, 21:40])
+    if start.max() == 0:
+        assert_equal(appended(cache, inputs, [1] * 19, start=21), whole(inputs)[:, 21:40])
 
 
 def test_refused_changes(form):
