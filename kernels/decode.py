@@ -1,0 +1,440 @@
+"""A decode step in the dyadic form of path_backend.inference, which names the tensors of a cache.
+
+Five kernels, in order; B * H pairs of a row and a key/value head are `bh`, a query row of one is
+(token, query head), M = n * R of them:
+
+    open_kernel      the open group takes n tokens: P_open, open keys, x = P_open q, and attention
+                     to the open keys, which is the last of the splits
+    attend_kernel    attention of x to a split of the closed keys, in the frame of each block
+    suffix_kernel    if the group became full: suffix products <- suffix P_open
+    merge_kernel     if it did: keys of the blocks that merge, and the merged block's product
+    combine_kernel   the splits by log-sum-exp; counts the tokens
+
+The group is full and the blocks are found from `position` on the device, so that a CUDA graph can
+hold a step. Products and open keys are fp32; `PRECISION` is that of products with queries and keys,
+`EXACT` that of products with products.
+"""
+
+import triton
+import triton.language as tl
+
+RUNTIME = ["n", "room", "groups", "splits", "slots", "pairs", "H"]
+"""Numbers of a step and of a cache: one version of a kernel serves all."""
+
+kernel = triton.jit(do_not_specialize=RUNTIME)
+
+
+@triton.jit
+def highest_bit(x):
+    """floor(log2(x)) of x >= 1."""
+    bit = 0
+    while (x >> (bit + 1)) > 0:
+        bit += 1
+    return bit
+
+
+@triton.jit
+def load_matrix(ptr, rows, columns, WIDTH: tl.constexpr, limit):
+    """Tile [rows, columns] of a row-major matrix of WIDTH columns, zero outside."""
+    mask = (rows < limit)[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(ptr + rows[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def times(
+    x_ptr, y_ptr, rows, limit, HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x[rows] @ y, or y^T, in fp32: x [limit, D] of any dtype, y [D, D] fp32."""
+    SLICE: tl.constexpr = 32 if BLOCK_D > 32 else BLOCK_D
+    columns = tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for first in range(0, BLOCK_D, SLICE):
+        inner = first + tl.arange(0, SLICE)
+        x = load_matrix(x_ptr, rows, inner, HEAD_DIM, limit).to(tl.float32)
+        if TRANSPOSED:
+            mask = (inner < HEAD_DIM)[:, None] & (columns < HEAD_DIM)[None, :]
+            y = tl.load(y_ptr + columns[None, :] * HEAD_DIM + inner[:, None], mask=mask, other=0.0)
+        else:
+            y = load_matrix(y_ptr, inner, columns, HEAD_DIM, HEAD_DIM)
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+    return total
+
+
+@kernel
+def open_kernel(
+    q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, position_ptr, keys_ptr,
+    values_ptr, gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr, raw_beta_ptr,
+    open_keys_ptr, open_product_ptr, open_gate_ptr, x_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups,
+    scale, H, splits, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr,
+    OPEN: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr,
+    REFLECTIONS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
+    START_GIVEN: tl.constexpr, CLOSES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program 0 of a head has the open keys, the others BLOCK_P rows of P_open each."""
+    bh = tl.program_id(0).to(tl.int64)
+    tokens = tl.load(position_ptr)
+    closed = tl.load(position_ptr + 1)
+    count = (tokens - closed * TOKENS).to(tl.int32)
+    if tokens + n <= room:
+        if tl.program_id(1) == 0:
+            _open_attention(
+                q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, keys_ptr,
+                values_ptr, gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr,
+                raw_beta_ptr, open_keys_ptr, open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups,
+                scale, H, splits, bh, tokens, closed, count, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                BLOCK_DV, BLOCK_R, TOKENS, OPEN, BLOCK_O, REFLECTIONS, HAS_GATE, HAS_DOC,
+                START_GIVEN, CLOSES, PRECISION,
+            )  # fmt: skip
+        elif REFLECTIONS:
+            rows = (tl.program_id(1) - 1) * BLOCK_P + tl.arange(0, BLOCK_P)
+            _open_product(
+                q_ptr, w_ptr, beta_ptr, open_product_ptr, x_ptr, n, H, bh, count, rows, GROUP,
+                HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+    elif tl.program_id(1) == 0:  # the host did not count: NaN says so, and nothing is written
+        for row in range(n * GROUP):
+            tl.store(m_ptr + (bh * (splits + 1) + splits) * n * GROUP + row, float("nan"))
+
+
+@triton.jit
+def _open_product(
+    q_ptr, w_ptr, beta_ptr, open_product_ptr, x_ptr, n, H, bh, count, rows,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """P_open <- P_open H and x = P_open q of n tokens, for some rows of P_open."""
+    b, h = bh // H, bh % H
+    dim = tl.arange(0, BLOCK_D)
+    in_dim = dim < HEAD_DIM
+    open_product_ptr += bh * HEAD_DIM * HEAD_DIM
+    product = load_matrix(open_product_ptr, rows, dim, HEAD_DIM, HEAD_DIM)
+    if count == 0:
+        product = (rows[:, None] == dim[None, :]).to(tl.float32)
+    for i in range(n):
+        at = (b * n + i) * H + h
+        w = tl.load(w_ptr + at * HEAD_DIM + dim, mask=in_dim, other=0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + at)
+        along = tl.sum(product * w[None, :], 1)
+        product -= beta * along[:, None] * w[None, :]
+        for r in tl.static_range(GROUP):
+            q_at = (at * GROUP + r) * HEAD_DIM
+            q = tl.load(q_ptr + q_at + dim, mask=in_dim, other=0.0).to(tl.float32)
+            x = tl.sum(product * q[None, :], 1)
+            x_at = ((bh * n + i) * GROUP + r) * HEAD_DIM
+            tl.store(x_ptr + x_at + rows, x, mask=rows < HEAD_DIM)
+    mask = (rows < HEAD_DIM)[:, None] & in_dim[None, :]
+    tl.store(open_product_ptr + rows[:, None] * HEAD_DIM + dim[None, :], product, mask=mask)
+
+
+@triton.jit
+def _open_attention(
+    q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, keys_ptr, values_ptr,
+    gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr, raw_beta_ptr, open_keys_ptr,
+    open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, bh, tokens, closed,
+    count, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr,
+    OPEN: tl.constexpr, BLOCK_O: tl.constexpr, REFLECTIONS: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, START_GIVEN: tl.constexpr, CLOSES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Moves the open keys, appends n tokens, attends to them; closes a full group."""
+    b, h = bh // H, bh % H
+    dim, dim_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    in_dim, in_dim_v = dim < HEAD_DIM, dim_v < HEAD_DIM_V
+    row, r = tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_R)
+    in_group = r < GROUP
+    first = closed * TOKENS
+    open_keys_ptr += bh * OPEN * HEAD_DIM
+    values_ptr += bh * room * HEAD_DIM_V
+    keys = load_matrix(open_keys_ptr, row, dim, HEAD_DIM, count)
+    values = load_matrix(values_ptr + first * HEAD_DIM_V, row, dim_v, HEAD_DIM_V, count)
+    head = bh * GROUP + r  # of the query heads of all rows
+    gates = tl.zeros([BLOCK_R, BLOCK_O], tl.float64)
+    gate = tl.zeros([BLOCK_R], tl.float64)
+    if HAS_GATE:
+        gate_rows = open_gate_ptr + head[:, None] * (OPEN + 1) + 1 + row[None, :]
+        gates = tl.load(gate_rows, mask=in_group[:, None] & (row < count)[None, :], other=0.0)
+        gate = tl.load(open_gate_ptr + head * (OPEN + 1) + count, mask=in_group, other=0.0)
+    start = tl.full([], 0, tl.int32)
+    if HAS_DOC and not START_GIVEN:
+        start = tl.load(starts_ptr + b * room + tl.maximum(tokens - 1, 0))
+    for i in range(n):
+        slot = count + i
+        at = (b * n + i) * H + h
+        k = tl.load(k_ptr + at * HEAD_DIM + dim, mask=in_dim, other=0.0)
+        tl.store(raw_k_ptr + (bh * OPEN + slot) * HEAD_DIM + dim, k, mask=in_dim)
+        if REFLECTIONS:
+            raw_w = tl.load(w_ptr + at * HEAD_DIM + dim, mask=in_dim, other=0.0)
+            beta = tl.load(beta_ptr + at)
+            tl.store(raw_w_ptr + (bh * OPEN + slot) * HEAD_DIM + dim, raw_w, mask=in_dim)
+            tl.store(raw_beta_ptr + bh * OPEN + slot, beta)
+            w = raw_w.to(tl.float32)
+            keys -= beta * tl.sum(keys * w[None, :], 1)[:, None] * w[None, :]
+        here = (row == slot)[:, None]
+        keys = tl.where(here, k.to(tl.float32)[None, :], keys)
+        v = tl.load(v_ptr + at * HEAD_DIM_V + dim_v, mask=in_dim_v, other=0.0)
+        tl.store(values_ptr + (tokens + i) * HEAD_DIM_V + dim_v, v, mask=in_dim_v)
+        values = tl.where(here, v[None, :], values)
+        if HAS_DOC:
+            if START_GIVEN:
+                start = tl.load(start_ptr + b * n + i)
+            tl.store(starts_ptr + b * room + tokens + i, start, mask=h == 0)
+
+        q = load_matrix(q_ptr + at * GROUP * HEAD_DIM, r, dim, HEAD_DIM, GROUP).to(tl.float32)
+        logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
+        if HAS_GATE:
+            g = tl.load(log_gate_ptr + at * GROUP + r, mask=in_group, other=0.0)
+            gate += tl.maximum(g.to(tl.float64), -354.891356446692)  # log of 2^-512
+            tl.store(open_gate_ptr + head * (OPEN + 1) + slot + 1, gate, mask=in_group)
+            gates = tl.where((row == slot)[None, :], gate[:, None], gates)
+            logits += (gate[:, None] - gates).to(tl.float32) * 1.4426950408889634
+        seen = row <= slot
+        if HAS_DOC:
+            seen = seen & (first + row >= start)
+        logits = tl.where(seen[None, :], logits, float("-inf"))
+        m = tl.max(logits, 1)
+        p = tl.exp2(logits - m[:, None])
+        part = (bh * (splits + 1) + splits) * n * GROUP + i * GROUP + r
+        tl.store(m_ptr + part, m, mask=in_group)
+        tl.store(l_ptr + part, tl.sum(p, 1), mask=in_group)
+        acc = tl.dot(p.to(values.dtype), values, input_precision=PRECISION)
+        acc_mask = in_group[:, None] & in_dim_v[None, :]
+        tl.store(acc_ptr + part[:, None] * HEAD_DIM_V + dim_v[None, :], acc, mask=acc_mask)
+    in_keys = (row < count + n)[:, None] & in_dim[None, :]
+    places = row[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(open_keys_ptr + places, keys, mask=in_keys)
+    if CLOSES and count + n == TOKENS:
+        closed_ptr = keys_ptr + (bh * room + first) * HEAD_DIM
+        tl.store(closed_ptr + places, keys.to(keys_ptr.dtype.element_ty), mask=in_keys)
+        if HAS_GATE:
+            tl.store(gate_end_ptr + head * groups + closed, gate, mask=in_group)
+            tl.store(open_gate_ptr + head * (OPEN + 1), gate, mask=in_group)
+            after = (gate[:, None] - gates).to(tl.float32)
+            after_ptr = gate_after_ptr + head[:, None] * room + first + row[None, :]
+            tl.store(after_ptr, after, mask=in_group[:, None] & (row < TOKENS)[None, :])
+
+
+@kernel
+def attend_kernel(
+    x_ptr, position_ptr, keys_ptr, values_ptr, suffix_ptr, gate_end_ptr, gate_after_ptr, starts_ptr,
+    open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, slots,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
+    OPEN: tl.constexpr, REFLECTIONS: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One split of the closed keys; x [bh, M, D] fp32."""
+    split, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b = bh // H
+    tokens = tl.load(position_ptr)
+    closed = tl.load(position_ptr + 1).to(tl.int32)
+    count = (tokens - closed * TOKENS).to(tl.int32)
+    length = closed * TOKENS
+    span = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    rows, dim, dim_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    M = n * GROUP
+    in_rows, in_dim_v = rows < M, dim_v < HEAD_DIM_V
+    x_ptr += bh * M * HEAD_DIM
+    keys_ptr += bh * room * HEAD_DIM
+    values_ptr += bh * room * HEAD_DIM_V
+    head = bh * GROUP + rows % GROUP
+    gate = tl.zeros([BLOCK_M], tl.float64)
+    if HAS_GATE:
+        gate_at = open_gate_ptr + head * (OPEN + 1) + count + 1 + rows // GROUP
+        gate = tl.load(gate_at, mask=in_rows, other=0.0)
+    lo = split * span
+    start = tl.zeros([BLOCK_M], tl.int32)
+    if HAS_DOC:
+        start = tl.load(starts_ptr + b * room + tokens + rows // GROUP, mask=in_rows, other=0)
+        earliest = tl.min(tl.where(in_rows, start, 2147483647), 0)
+        lo = tl.maximum(lo, earliest // BLOCK_N * BLOCK_N)
+    hi = tl.minimum((split + 1) * span, length)
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    while lo < hi:
+        stop = hi
+        x = load_matrix(x_ptr, rows, dim, HEAD_DIM, M)
+        if REFLECTIONS:
+            place = lo // TOKENS
+            level = highest_bit(closed ^ place)
+            block_end = ((place >> level) + 1) << level  # in groups
+            stop = tl.minimum(hi, block_end * TOKENS)
+            if block_end < closed:
+                move = suffix_ptr + (bh * slots + level) * HEAD_DIM * HEAD_DIM
+                x = times(
+                    x_ptr, move, rows, M, HEAD_DIM, BLOCK_M, BLOCK_D, True, PRECISION
+                )  # fmt: skip
+        x = x.to(keys_ptr.dtype.element_ty)
+        for j in range(lo, stop, BLOCK_N):
+            column = j + tl.arange(0, BLOCK_N)
+            limit = stop - j
+            offset = tl.arange(0, BLOCK_N)
+            k = load_matrix(keys_ptr + j * HEAD_DIM, offset, dim, HEAD_DIM, limit)
+            v = load_matrix(values_ptr + j * HEAD_DIM_V, offset, dim_v, HEAD_DIM_V, limit)
+            logits = tl.dot(x, tl.trans(k), input_precision=PRECISION) * scale
+            seen = in_rows[:, None] & (offset < limit)[None, :]
+            if HAS_GATE:
+                after_ptr = gate_after_ptr + head[:, None] * room + column[None, :]
+                after = tl.load(after_ptr, mask=seen, other=0.0)
+                if BLOCK_N == TOKENS:  # a tile is a group
+                    end_ptr = gate_end_ptr + head * groups + j // TOKENS
+                    to_end = gate - tl.load(end_ptr, mask=in_rows, other=0.0)
+                    after += to_end.to(tl.float32)[:, None]
+                else:
+                    ends_ptr = gate_end_ptr + head[:, None] * groups + column[None, :] // TOKENS
+                    to_ends = gate[:, None] - tl.load(ends_ptr, mask=seen, other=0.0)
+                    after += to_ends.to(tl.float32)
+                logits += after * 1.4426950408889634
+            if HAS_DOC:
+                seen = seen & (column[None, :] >= start[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(logits, 1))
+            origin = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(logits - origin[:, None])
+            shrink = tl.exp2(m_i - origin)
+            l_i = l_i * shrink + tl.sum(p, 1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+            m_i = m_new
+        lo = stop
+    part = (bh * (splits + 1) + split) * M + rows
+    tl.store(m_ptr + part, m_i, mask=in_rows)
+    tl.store(l_ptr + part, l_i, mask=in_rows)
+    acc_mask = in_rows[:, None] & in_dim_v[None, :]
+    tl.store(acc_ptr + part[:, None] * HEAD_DIM_V + dim_v[None, :], acc, mask=acc_mask)
+
+
+@kernel
+def suffix_kernel(
+    position_ptr, open_product_ptr, suffix_ptr, n, slots, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, TOKENS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_P rows of a block's suffix product: suffix <- suffix P_open, P_open if it was empty."""
+    bh, level = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    closed = tl.load(position_ptr + 1).to(tl.int32)
+    count = tl.load(position_ptr) - closed * TOKENS
+    if (count + n == TOKENS) & ((closed >> level) & 1 == 1):
+        rows, dim = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
+        open_product_ptr += bh * HEAD_DIM * HEAD_DIM
+        suffix_ptr += (bh * slots + level) * HEAD_DIM * HEAD_DIM
+        if closed & ((1 << level) - 1) == 0:
+            moved = load_matrix(open_product_ptr, rows, dim, HEAD_DIM, HEAD_DIM)
+        else:
+            moved = times(
+                suffix_ptr, open_product_ptr, rows, HEAD_DIM, HEAD_DIM, BLOCK_P, BLOCK_D, False,
+                EXACT,
+            )  # fmt: skip
+        tl.debug_barrier()  # the rows are read before they are written
+        mask = (rows < HEAD_DIM)[:, None] & (dim < HEAD_DIM)[None, :]
+        tl.store(suffix_ptr + rows[:, None] * HEAD_DIM + dim[None, :], moved, mask=mask)
+
+
+@kernel
+def merge_kernel(
+    position_ptr, open_product_ptr, product_ptr, suffix_ptr, keys_ptr, n, room, slots, pairs,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Groups of keys, and rows of a product, one after the other: a closing merges the blocks of
+    the trailing ones of `closed`, whose suffix products are new.
+    """
+    closed = tl.load(position_ptr + 1).to(tl.int32)
+    count = tl.load(position_ptr) - closed * TOKENS
+    if count + n == TOKENS:
+        merged = closed & ~(closed + 1)  # groups in trailing ones: 2^top - 1
+        top = highest_bit(merged + 1)
+        slices = tl.cdiv(HEAD_DIM, BLOCK_P)
+        for item in range(tl.program_id(0), pairs * (merged + slices), tl.num_programs(0)):
+            bh = (item // (merged + slices)).to(tl.int64)
+            part = item % (merged + slices)
+            if part < slices:
+                _join_rows(
+                    open_product_ptr, product_ptr, suffix_ptr, slots, bh, top,
+                    part * BLOCK_P + tl.arange(0, BLOCK_P), HEAD_DIM, BLOCK_D, BLOCK_P, EXACT,
+                )  # fmt: skip
+            else:
+                place = closed - merged + part - slices
+                _move_group(
+                    keys_ptr + (bh * room + place * TOKENS) * HEAD_DIM,
+                    suffix_ptr + (bh * slots + highest_bit(closed ^ place)) * HEAD_DIM * HEAD_DIM,
+                    HEAD_DIM, BLOCK_D, TOKENS, BLOCK_T, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def _join_rows(
+    open_product_ptr, product_ptr, suffix_ptr, slots, bh, top, rows, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Rows of the product of the block that the closing leaves, at level `top`."""
+    dim = tl.arange(0, BLOCK_D)
+    if top == 0:
+        open_product_ptr += bh * HEAD_DIM * HEAD_DIM
+        joined = load_matrix(open_product_ptr, rows, dim, HEAD_DIM, HEAD_DIM)
+    else:
+        left = (bh * slots + top - 1) * HEAD_DIM * HEAD_DIM
+        joined = times(
+            product_ptr + left, suffix_ptr + left, rows, HEAD_DIM, HEAD_DIM, BLOCK_P, BLOCK_D,
+            False, EXACT,
+        )  # fmt: skip
+    target = product_ptr + (bh * slots + top) * HEAD_DIM * HEAD_DIM
+    mask = (rows < HEAD_DIM)[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(target + rows[:, None] * HEAD_DIM + dim[None, :], joined, mask=mask)
+
+
+@triton.jit
+def _move_group(
+    group_ptr, move_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys of a group to the end of the merged block, in place."""
+    rows, dim = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    moved = times(
+        group_ptr, move_ptr, rows, TOKENS, HEAD_DIM, BLOCK_T, BLOCK_D, False, PRECISION
+    )  # fmt: skip
+    tl.debug_barrier()  # the rows are read before they are written
+    mask = (rows < TOKENS)[:, None] & (dim < HEAD_DIM)[None, :]
+    places = rows[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(group_ptr + places, moved.to(group_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def combine_kernel(
+    m_ptr, l_ptr, acc_ptr, out_ptr, position_ptr, n, room, H, splits, GROUP: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_S: tl.constexpr, CLOSES: tl.constexpr,
+):  # fmt: skip
+    """out [B, n, HQ, DV] of one query row; the first program counts the tokens."""
+    bh, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    M = n * GROUP
+    dim_v = tl.arange(0, BLOCK_DV)
+    in_dim = dim_v < HEAD_DIM_V
+    split = tl.arange(0, BLOCK_S)
+    part = (bh * (splits + 1) + split) * M + row
+    there = split <= splits
+    m = tl.load(m_ptr + part, mask=there, other=float("-inf"))
+    l_i = tl.load(l_ptr + part, mask=there, other=0.0)
+    # A maximum drops NaN, which the last split has if there was no room.
+    own = tl.load(m_ptr + (bh * (splits + 1) + splits) * M + row)
+    weight = tl.exp2(m - tl.max(m, 0)) + (own - own)
+    acc_mask = there[:, None] & in_dim[None, :]
+    acc = tl.load(
+        acc_ptr + part[:, None] * HEAD_DIM_V + dim_v[None, :], mask=acc_mask, other=0.0
+    )  # fmt: skip
+    out = tl.sum(acc * weight[:, None], 0) / tl.sum(l_i * weight, 0)
+    i, r = row // GROUP, row % GROUP
+    place = (((bh // H) * n + i) * H + bh % H) * GROUP + r
+    tl.store(
+        out_ptr + place * HEAD_DIM_V + dim_v, out.to(out_ptr.dtype.element_ty), mask=in_dim
+    )  # fmt: skip
+    if (bh == 0) & (row == 0):
+        tokens = tl.load(position_ptr)
+        closed = tl.load(position_ptr + 1)
+        if tokens + n <= room:
+            tl.store(position_ptr, tokens + n)
+            if CLOSES and tokens + n - closed * TOKENS == TOKENS:
+                tl.store(position_ptr + 1, closed + 1)

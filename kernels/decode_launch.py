@@ -1,0 +1,149 @@
+"""Launches of the kernels of a decode step."""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from .decode import attend_kernel, combine_kernel, merge_kernel, open_kernel, suffix_kernel
+
+MAX_ROWS = 64
+"""Query rows (tokens times heads of a group) that one tile of the attention holds."""
+
+MAX_HEAD_DIM = 128
+"""Widths of products, keys and values that the programs hold."""
+
+LOG2_E = 1.4426950408889634
+
+
+def _padded(width: int, least: int = 16) -> int:
+    return max(least, 1 << (width - 1).bit_length())
+
+
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of the card; 1 in the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def unsupported_reason(spec, device: torch.device) -> str | None:
+    """Why the kernels do not decode from a cache of this spec, or None if they do."""
+    if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"dtype {spec.dtype} is not bfloat16, float16 or float32"
+    if spec.reflections and spec.form != "dyadic":
+        return f"the form is {spec.form}, they know dyadic"
+    if max(spec.head_dim, spec.value_dim) > MAX_HEAD_DIM:
+        width = max(spec.head_dim, spec.value_dim)
+        return f"a head is {width} wide, they hold at most {MAX_HEAD_DIM}"
+    if spec.query_heads // spec.heads > MAX_ROWS:
+        return f"{spec.query_heads // spec.heads} query heads share a key, they hold {MAX_ROWS}"
+    return None
+
+
+@functools.lru_cache
+def splits_for(pairs: int, room: int, processors: int) -> int:
+    """Parts into which the closed keys of each of `pairs` heads are split, of at least 256 tokens.
+
+    A multiprocessor holds two programs: the last wave of them should be full, so this is the least
+    number within 5 % of the fullest waves.
+    """
+
+    def full(splits: int) -> float:
+        waves = pairs * splits / (2 * processors)
+        return waves / math.ceil(waves)
+
+    choices = range(1, max(1, min(room // 256, 128)) + 1)
+    best = max(full(splits) for splits in choices)
+    return next(splits for splits in choices if full(splits) >= 0.95 * best)
+
+
+def step(
+    tensors: dict[str, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_gate: Tensor | None,
+    document_start: Tensor | None,
+    scale: float,
+    *,
+    tokens: int,
+    open_room: int,
+    documents: bool,
+    closing: bool,
+    splits: int | None = None,
+) -> Tensor:
+    """Appends n tokens, which fit into the open group; returns out [B, n, HQ, DV].
+
+    tensors: of a PathCache, by name. tokens: of a group. documents: whether any document began.
+    closing: launch what closes a full group, which the kernels find out on the device; False where
+    the host knows that it is not full, or closes it itself.
+    """
+    B, n, HQ, D = q.shape
+    H, DV = v.shape[2:]
+    R, room = HQ // H, tensors["k"].shape[2]
+    keys, product = tensors["k"], tensors.get("product")
+    slots = 0 if product is None else product.shape[2]
+    splits = splits or splits_for(B * H, room, _processors(q.device))
+    reflections, closes = w is not None, open_room == tokens
+    fp32 = q.dtype == torch.float32
+    precision = {"PRECISION": "ieee" if fp32 else "tf32"}
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    w, beta, log_gate, document_start = (
+        None if x is None else x.contiguous() for x in (w, beta, log_gate, document_start)
+    )
+    out = q.new_empty(B, n, HQ, DV)
+    shape = (B * H, splits + 1, n * R)
+    m, l_sum = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    acc = torch.empty(*shape, DV, dtype=torch.float32, device=q.device)
+    if reflections:
+        x = torch.empty(B * H, n * R, D, dtype=torch.float32, device=q.device)
+    else:
+        x = q.unflatten(2, (H, R)).transpose(1, 2).flatten(0, 1).flatten(1, 2).contiguous()
+    groups = room // tokens
+    widths = {"HEAD_DIM": D, "BLOCK_D": _padded(D)}
+    values = {"HEAD_DIM_V": DV, "BLOCK_DV": _padded(DV)}
+    block_p = min(32, _padded(D))
+    slices = -(-D // block_p)
+    flags = {
+        "REFLECTIONS": reflections,
+        "HAS_GATE": log_gate is not None,
+        "HAS_DOC": documents or document_start is not None,
+    }
+    common = {"GROUP": R, "TOKENS": tokens, "OPEN": open_room}
+    position = tensors["position"]
+    get = tensors.get
+    open_kernel[(B * H, 1 + (slices if reflections else 0))](
+        q, k, v, w, beta, log_gate, document_start, position, keys, tensors["v"], get("gate_end"),
+        get("gate_after"), tensors["starts"], tensors["raw_k"], get("raw_w"), get("raw_beta"),
+        tensors["open_keys"], get("open_product"), get("open_gate"), x, m, l_sum, acc, n, room,
+        groups, scale * LOG2_E, H, splits, **common, **widths, **values, **flags,
+        **precision, BLOCK_R=_padded(R), BLOCK_O=_padded(open_room), BLOCK_P=block_p,
+        START_GIVEN=document_start is not None, CLOSES=closes, num_warps=8 if D > 64 else 4,
+    )  # fmt: skip
+    attend_kernel[(splits, B * H)](
+        x, position, keys, tensors["v"], get("suffix"), get("gate_end"), get("gate_after"),
+        tensors["starts"], get("open_gate"), m, l_sum, acc, n, room, groups,
+        scale * LOG2_E, H, splits, slots, **common, **widths, **values, **flags,
+        **precision, BLOCK_M=_padded(n * R), BLOCK_N=_padded(tokens) if tokens < 64 else 64,
+        num_warps=4, num_stages=2 if fp32 else 3,
+    )  # fmt: skip
+    if closing and reflections:
+        exact = {"EXACT": "ieee"}
+        suffix_kernel[(B * H, slots, slices)](
+            position, tensors["open_product"], tensors["suffix"], n, slots, **widths, **exact,
+            BLOCK_P=block_p, TOKENS=tokens, num_warps=4,
+        )  # fmt: skip
+        merge_kernel[(4 * _processors(q.device),)](
+            position, tensors["open_product"], product, tensors["suffix"], keys, n, room, slots,
+            B * H, **widths, **precision, **exact, BLOCK_P=block_p, TOKENS=tokens,
+            BLOCK_T=_padded(tokens), num_warps=4,
+        )  # fmt: skip
+    combine_kernel[(B * H, n * R)](
+        m, l_sum, acc, out, position, n, room, H, splits, GROUP=R, TOKENS=tokens,
+        **values, BLOCK_S=_padded(splits + 1), CLOSES=closes, num_warps=4,
+    )  # fmt: skip
+    return out
