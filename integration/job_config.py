@@ -32,9 +32,10 @@ from path_backend.integration.data import text
 from path_backend.integration.data.tasks import TaskConfig
 from path_backend.integration.repairs import cpu
 from path_backend.integration.torchtitan import train_spec
+from path_backend.layers.variants import NAMES
 from path_backend.tasks import FlipFlop, Mqrar
 
-Attention = Literal["default", "path", "path_fox", "fox", "nope", "stick_breaking"]
+Attention = Literal.__getitem__(NAMES)  # type: ignore[valid-type]
 Implementation = Literal["auto", "torch", "triton"]
 Sharing = Literal["pieces", "heads"]
 MAX_CONV_WIDTH = 16  # every tap is one more pass over w; the paper uses 3

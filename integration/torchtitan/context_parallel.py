@@ -27,6 +27,7 @@ from torchtitan.tools.logging import logger
 from path_backend.context_parallel.layout import Layout, layout_from_positions
 from path_backend.integration.repairs.substitute import substituted
 from path_backend.layers.attention import Shards
+from path_backend.layers.variants import VARIANTS
 
 LOAD_BALANCERS = ("headtail", None)
 ROTATE_METHODS = {"allgather": "allgather", "alltoall": "ring"}  # torchtitan's name: ours
@@ -38,7 +39,7 @@ def check(job_config, attention: str, n_kv_heads: int) -> None:
     degree = parallelism.context_parallel_degree
     if degree == 1:
         return
-    if attention == "stick_breaking":
+    if not VARIANTS[attention].context_parallel:
         raise ValueError(
             f'parallelism.context_parallel_degree must be 1 with model.attention = "{attention}", '
             f"got {degree}"

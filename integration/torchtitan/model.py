@@ -17,15 +17,7 @@ from path_backend.integration.data.tasks import training_task
 from path_backend.integration.torchtitan import refusals
 from path_backend.integration.torchtitan.flops import transform_flops_per_token
 from path_backend.layers.attention import PathAttention, document_start_from_eos
-
-PARTS = {
-    "path": {"reflections": True, "forget_gate": False},
-    "path_fox": {"reflections": True, "forget_gate": True},
-    "fox": {"reflections": False, "forget_gate": True},
-    "nope": {"reflections": False, "forget_gate": False},
-    "stick_breaking": {"reflections": False, "forget_gate": False, "stick_breaking": True},
-}
-ATTENTIONS = ("default", *PARTS)
+from path_backend.layers.variants import NAMES, VARIANTS
 
 
 def args_with_attention(stock: BaseModelArgs) -> "PathArgs":
@@ -53,9 +45,9 @@ class PathArgs:
 
     def update_from_config(self, job_config, **kwargs) -> None:
         self.attention = getattr(job_config.model, "attention", "default")
-        if self.attention not in ATTENTIONS:
+        if self.attention not in NAMES:
             raise ValueError(
-                f"model.attention must be one of {', '.join(ATTENTIONS)}, got {self.attention!r}"
+                f"model.attention must be one of {', '.join(NAMES)}, got {self.attention!r}"
             )
         if self.attention != "default":
             self.attn_type = "sdpa"  # the flavor's own may refuse context parallelism
@@ -94,7 +86,7 @@ class PathArgs:
 
     @property
     def reflections(self) -> bool:
-        return self.attention != "default" and PARTS[self.attention]["reflections"]
+        return VARIANTS[self.attention].reflections
 
     @property
     def kv_heads(self):
@@ -166,7 +158,7 @@ def _model_class(stock_cls: type[ModelProtocol]) -> type[ModelProtocol]:
             }
             for block in self.layers.values():
                 block.attention = TitanAttention(
-                    block.attention, watch=args.watch, **PARTS[args.attention], **options
+                    block.attention, watch=args.watch, **VARIANTS[args.attention].parts(), **options
                 )
 
         def init_weights(self, buffer_device: torch.device | None = None) -> None:

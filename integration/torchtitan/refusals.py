@@ -19,6 +19,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 
 from path_backend.integration.torchtitan import context_parallel
+from path_backend.layers.variants import VARIANTS
 from path_backend.ops import why_not_kernels
 
 KEEPS_PIPELINE_BUFFERS = TorchVersion(torch.__version__) < (2, 13)
@@ -227,7 +228,7 @@ def _check_stock_attention(dims: ParallelDims, job_config: JobConfig) -> None:
 def _check_kernels(args) -> None:
     """Kernels asked for by name that do not take heads of this size, or this device."""
     reason: str | None = "stick-breaking attention is in plain torch"
-    if args.attention != "stick_breaking":
+    if not VARIANTS[args.attention].stick_breaking:
         heads = torch.empty(1, 1, 1, args.head_size, dtype=torch.bfloat16, device="meta")
         w = heads if args.reflections else None
         device = torch.device(utils.device_type)

@@ -50,7 +50,7 @@ class Variant:
 _TABLE = (
     Variant(
         "default",
-        "`default` (RoPE)",
+        "RoPE (`default`)",
         "The model's own attention.",
         stock=True,
     ),
@@ -81,7 +81,7 @@ _TABLE = (
     Variant(
         "stick_breaking",
         "`stick_breaking`",
-        "Stick-breaking weights in place of the softmax, a baseline in plain torch with T^2 memory.",
+        "Stick-breaking weights replace the softmax, a baseline in plain torch of T^2 memory.",
         stick_breaking=True,
         context_parallel=False,
     ),

@@ -24,7 +24,7 @@ from path_backend.integration.data.text import TOKENIZER_DIR
 from path_backend.integration.repairs import cpu
 from path_backend.integration.torchtitan import train_spec
 from path_backend.integration.torchtitan.flops import transform_flops_per_token
-from path_backend.integration.torchtitan.model import ATTENTIONS
+from path_backend.layers.variants import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -133,7 +133,7 @@ def test_every_key_has_a_docstring():
 
 def test_choices_are_listed_once():
     """A value that the command line takes and the model does not, or the reverse."""
-    assert job_config.Attention.__args__ == ATTENTIONS
+    assert job_config.Attention.__args__ == NAMES
 
 
 @pytest.mark.parametrize(
