@@ -23,7 +23,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchtitan.config import ConfigManager
 
@@ -35,7 +35,10 @@ from path_backend.integration.torchtitan import train_spec
 from path_backend.layers.variants import VARIANTS
 from path_backend.tasks import FlipFlop, Mqrar
 
-Attention: Any = Literal.__getitem__(tuple(VARIANTS))
+if TYPE_CHECKING:
+    Attention = str
+else:
+    Attention = Literal.__getitem__(tuple(VARIANTS))
 Implementation = Literal["auto", "torch", "triton"]
 Sharing = Literal["pieces", "heads"]
 MAX_CONV_WIDTH = 16  # every tap is one more pass over w; the paper uses 3

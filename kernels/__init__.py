@@ -1,4 +1,6 @@
 if __name__ != "path_backend.kernels":
-    raise ImportError(
-        f"import path_backend.kernels, not {__name__}: a second copy would register twice"
-    )
+    # A folder of the checkout, found under its bare name, which Hugging Face transformers probes
+    # for a package of its own: a version that is too old, and no submodule, so that no second copy
+    # can register its operators.
+    __version__ = "0"
+    __path__: list[str] = []

@@ -34,8 +34,7 @@ def beta_from_logits(
             f"w must have the shape of logits and a last dimension, {[*logits.shape, 'D']}, "
             f"got {list(w.shape)}"
         )
-    if not 0 < beta_max <= 2:
-        raise ValueError(f"beta_max must be in (0, 2], got {beta_max}")
+    check_beta_max(beta_max)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     beta = 2 * torch.sigmoid(logits.to(dtype))
     bound = 2 - _MARGIN
@@ -44,6 +43,12 @@ def beta_from_logits(
     limit = limit.clamp_max(beta_max)
     clipped = beta > limit
     return torch.where(clipped, limit, beta), clipped
+
+
+def check_beta_max(beta_max: float) -> None:
+    """Raises ValueError unless beta_max is in (0, 2]: a larger beta lengthens vectors."""
+    if not 0 < beta_max <= 2:
+        raise ValueError(f"beta_max must be in (0, 2], got {beta_max}")
 
 
 def squared_norm(w: Tensor, dtype: torch.dtype) -> Tensor:

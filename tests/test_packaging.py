@@ -1,5 +1,6 @@
 """What is built, pinned and installed: wheel, sdist, constraints, and the two scripts."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -101,13 +102,32 @@ def test_installed_wheel_finds_its_subpackages_and_its_tokenizer(wheel, tmp_path
     assert result.stdout.splitlines()[-1] == f"{expected.resolve()} True"
 
 
-@pytest.mark.parametrize("name", ["kernels", "integration"])
-def test_the_bare_name_of_a_folder_is_refused(name):
+@pytest.mark.parametrize("name, submodule", [("kernels", "config"), ("integration", "job_config")])
+def test_the_bare_name_of_a_folder_is_an_old_empty_package(name, submodule):
     """Catches a second copy of a package, which would register its operators twice."""
-    result = subprocess.run(
-        [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True
+    assert (ROOT / name / f"{submodule}.py").is_file()
+    program = (
+        f"import {name}\n"
+        f"assert ({name}.__version__, {name}.__path__) == ('0', [])\n"
+        f"import {name}.{submodule}"
     )
-    assert f"import path_backend.{name}, not {name}" in result.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    last = result.stderr.splitlines()[-1]
+    assert last == f"ModuleNotFoundError: No module named '{name}.{submodule}'"
+
+
+def test_transformers_imports_from_the_folder_of_the_checkout():
+    """Catches a folder `kernels` that transformers, which probes that name, cannot import."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers")
+    program = "import kernels, transformers; print(kernels.__file__)"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.split()[-1]) == ROOT / "kernels/__init__.py"
 
 
 def test_constraints_are_exact_and_within_the_declared_ranges():

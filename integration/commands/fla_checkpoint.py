@@ -1,7 +1,7 @@
 """Checkpoints of flash-linear-attention's `PaTHAttentionForCausalLM`, out and in.
 
-    python -m path_backend.integration.commands.fla_checkpoint export job.toml HF_FOLDER FLA_FOLDER
-    python -m path_backend.integration.commands.fla_checkpoint import job.toml FLA_FOLDER HF_FOLDER
+    path-backend fla export job.toml HF_FOLDER FLA_FOLDER
+    path-backend fla import job.toml FLA_FOLDER HF_FOLDER
 
 HF_FOLDER holds what `checkpoint.last_save_in_hf` writes and `checkpoint.initial_load_in_hf` reads.
 The job (further arguments override its keys) says what tensors do not: head size, eps, gate scale.
@@ -15,11 +15,12 @@ Source of names and constants: fla/layers/path_attn.py and fla/models/path_attn,
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torchtitan.models.llama3.model.model import FeedForward
 
@@ -172,37 +173,45 @@ def _convert(
     target: Path,
     convert_conv: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Rename the tensors of every file, some of known shape."""
-    files = {path.name: load_file(path) for path in sorted(source.glob("*.safetensors"))}
+    """Renames the tensors of every file, one file in memory at a time.
+
+    Names, and the shapes in `known`, are compared before anything is written. Raises ValueError.
+    """
+    files = sorted(source.glob("*.safetensors"))
     if not files:
         raise ValueError(
             f"{source} must hold .safetensors files (checkpoint.last_save_in_hf writes them), "
             "got none"
         )
-    found = {name for tensors in files.values() for name in tensors}
-    if found != names.keys():
+    found: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    if found.keys() != names.keys():
         raise ValueError(
             f"{source} must hold the tensors of the job's model; missing: "
-            f"{', '.join(sorted(names.keys() - found)) or 'none'}; not expected: "
-            f"{', '.join(sorted(found - names.keys())) or 'none'}"
+            f"{', '.join(sorted(names.keys() - found.keys())) or 'none'}; not expected: "
+            f"{', '.join(sorted(found.keys() - names.keys())) or 'none'}"
         )
-    for tensors in files.values():
-        for name in known.keys() & tensors.keys():
-            if tuple(tensors[name].shape) != known[name]:
-                raise ValueError(
-                    f"{source}: {name} must have the shape {known[name]} of the job's model, "
-                    f"got {tuple(tensors[name].shape)}"
-                )
+    for name, shape in known.items():
+        if name in found and found[name] != shape:
+            raise ValueError(
+                f"{source}: {name} must have the shape {shape} of the job's model, "
+                f"got {found[name]}"
+            )
     target.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
-    for file, tensors in files.items():
+    total_size = 0
+    for file in files:
         renamed = {
             names[name]: convert_conv(tensor) if "conv" in name else tensor
-            for name, tensor in tensors.items()
+            for name, tensor in load_file(file).items()
         }
-        save_file(renamed, target / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(renamed, file)
-    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}) + "\n")
+        save_file(renamed, target / file.name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(renamed, file.name)
+        total_size += sum(tensor.numel() * tensor.element_size() for tensor in renamed.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    (target / INDEX).write_text(json.dumps(index) + "\n")
 
 
 def job_args(arguments: list[str]) -> PathArgs:
@@ -217,13 +226,18 @@ def job_args(arguments: list[str]) -> PathArgs:
     return args
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="path-backend fla",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("direction", choices=["export", "import"])
     parser.add_argument("job", type=Path, help="TOML file that the model trains with")
     parser.add_argument("source", type=Path, help="folder to read")
     parser.add_argument("target", type=Path, help="folder to write, made if it is not there")
-    options, overrides = parser.parse_known_args()
+    options, overrides = parser.parse_known_args(arguments)
     args = job_args([f"--job.config_file={options.job}", *overrides])
     convert = export_folder if options.direction == "export" else import_folder
     convert(args, options.source, options.target)

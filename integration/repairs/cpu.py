@@ -1,8 +1,11 @@
-"""torchtitan 0.2.2 on a machine without an accelerator: CPU tensors, gloo collectives.
+"""Not reported: torchtitan does not run on a machine without an accelerator.
 
 torchtitan asks one module (torch.cuda and its like) for its device. Without an accelerator it gets
 torch.cuda, which fails at the first call; here a stand-in answers for the CPU. Nothing happens if
 an accelerator is there.
+
+Applies: torchtitan 0.2.2, machines without an accelerator (CPU tensors, gloo collectives).
+To delete: this file and `cpu.activate_without_accelerator` in job_config.py.
 """
 
 import atexit

@@ -1,13 +1,8 @@
-"""Context parallelism of torchtitan 0.2.2 for our attentions, and repairs for every attention.
+"""Context parallelism of torchtitan 0.2.2 for our attentions.
 
 torchtitan cuts tokens, labels and `positions` of each sequence into the pieces of its load balancer
 and gives every block the positions of its rank. Here the layout is read from those positions, once
 per length, and document masks are cut as tokens are.
-
-Repaired, for `default` too, are numbers that belong to whole sequences and are taken from parts of
-them, or the reverse: the validation loss (divided by the tokens of one rank, then summed over the
-ranks), the largest loss of a rank (#3111), the tokens seen (#2983). And the validator asks each
-model for llama3's `freqs_cis`.
 """
 
 import contextlib
@@ -19,8 +14,6 @@ import torch
 import torchtitan.distributed.context_parallel as stock
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
@@ -147,57 +140,3 @@ def shard_document_masks() -> None:
         return tuple(inputs), mask
 
     stock.cp_shard = cp_shard
-
-
-def build_validator(stock_builder: Callable[..., BaseValidator], **arguments) -> BaseValidator:
-    """torchtitan's validator, with the loss over all tokens under context parallelism."""
-    validator = stock_builder(**arguments)
-    dims = arguments.get("parallel_dims")
-    if dims and dims.cp_enabled and type(validator).validate is Validator.validate:
-        validator.parallel_dims = _DimsOfLoss(dims)
-    return validator
-
-
-class _DimsOfLoss:
-    """Parallel dimensions of a validator that counts tokens where it sums losses.
-
-    It counts over the mesh `batch` the tokens of its part of each sequence, and sums over `loss`,
-    which has the ranks of a sequence too.
-    """
-
-    def __init__(self, parallel_dims: ParallelDims):
-        self._stock = parallel_dims
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
-
-    @property
-    def dp_enabled(self) -> bool:
-        return self._stock.dp_cp_enabled
-
-    def get_mesh(self, dims):
-        return self._stock.get_mesh("loss" if dims == "batch" else dims)
-
-
-def repair_model(model: nn.Module, parallel_dims: ParallelDims) -> None:
-    """The validator reads `freqs_cis` of each model, to no end; qwen3 has none."""
-    if parallel_dims.cp_enabled and not hasattr(model, "freqs_cis"):
-        model.register_buffer("freqs_cis", None)
-
-
-def repair_metrics(processor: MetricsProcessor, degree: int) -> None:
-    """Log the tokens of each sequence once, and the largest loss per token of a rank's part.
-
-    Labels are taken to be spread evenly over the ranks.
-    """
-    log = processor.log
-
-    @functools.wraps(log)
-    def repaired(step, global_avg_loss, global_max_loss, *args, extra_metrics=None, **kwargs):
-        extra_metrics = dict(extra_metrics or {})
-        if "n_tokens_seen" in extra_metrics:
-            extra_metrics["n_tokens_seen"] /= degree
-        maximum = global_max_loss * degree
-        log(step, global_avg_loss, maximum, *args, extra_metrics=extra_metrics, **kwargs)
-
-    processor.log = repaired

@@ -19,6 +19,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 
 from path_backend.arguments import Inputs
+from path_backend.integration.repairs.ddp_mean_gradient import is_ddp
 from path_backend.integration.torchtitan import context_parallel
 from path_backend.layers.variants import VARIANTS
 from path_backend.ops import why_not_kernels
@@ -91,10 +92,6 @@ def check_training(args, dims: ParallelDims, job_config: JobConfig) -> None:
         _check_stock_attention(dims, job_config)
     elif args.path.implementation == "triton":
         _check_kernels(args)
-
-
-def is_ddp(dims: ParallelDims) -> bool:
-    return dims.dp_replicate_enabled and not dims.fsdp_enabled
 
 
 def _check_model_in_stages(args, job_config: JobConfig) -> None:

@@ -10,27 +10,31 @@ import dataclasses
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torchtitan.protocols.train_spec as registry
 from torch import nn
-from torchtitan.components.loss import LossFunction
 from torchtitan.components.metrics import MetricsProcessor, build_metrics_processor
-from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
-from torchtitan.config.job_config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
-from torchtitan.tools.logging import logger
 
 from path_backend.integration.data import tasks
 from path_backend.integration.data.hub_tokenizer import with_hub_tokenizer
-from path_backend.integration.repairs import pipeline
-from path_backend.integration.repairs.substitute import substituted
+from path_backend.integration.repairs import (
+    compiled_embedding,
+    context_parallel_metrics,
+    context_parallel_validation,
+    ddp_mean_gradient,
+    partial_norm_gradients,
+    pipeline_mean_loss,
+    qwen3_pipeline,
+    router_gradients,
+    tied_embeddings,
+)
 from path_backend.integration.torchtitan import (
     context_parallel,
     metrics,
@@ -39,11 +43,7 @@ from path_backend.integration.torchtitan import (
     state_dict,
 )
 from path_backend.integration.torchtitan.model import PathArgs, args_with_attention, build_model
-from path_backend.integration.torchtitan.tensor_parallel import (
-    apply_tensor_parallel,
-    repair_routers,
-    sum_partial_gradients,
-)
+from path_backend.integration.torchtitan.tensor_parallel import apply_tensor_parallel
 
 MODELS = ("llama3", "qwen3")
 
@@ -77,13 +77,15 @@ def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
         model_args=flavors,
         build_tokenizer_fn=functools.partial(_build_tokenizer, spec.build_tokenizer_fn, flavors),
         parallelize_fn=functools.partial(_parallelize, parallelize),
-        build_optimizers_fn=functools.partial(_build_optimizers, spec.build_optimizers_fn),
-        build_loss_fn=functools.partial(_build_loss, spec.build_loss_fn),
+        build_optimizers_fn=functools.partial(
+            partial_norm_gradients.build_optimizers, spec.build_optimizers_fn
+        ),
+        build_loss_fn=functools.partial(ddp_mean_gradient.build_loss, spec.build_loss_fn),
         build_metrics_processor_fn=functools.partial(
             _build_metrics_processor, spec.build_metrics_processor_fn or build_metrics_processor
         ),
         build_validator_fn=(
-            functools.partial(context_parallel.build_validator, spec.build_validator_fn)
+            functools.partial(context_parallel_validation.build_validator, spec.build_validator_fn)
             if spec.build_validator_fn
             else None
         ),
@@ -92,7 +94,7 @@ def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
             if spec.state_dict_adapter
             else None
         ),
-        **pipeline.with_mean_loss(spec),
+        **pipeline_mean_loss.with_mean_loss(spec),
     )
 
 
@@ -139,10 +141,7 @@ class _LazyTrainSpec:
     @functools.cached_property
     def _spec(self) -> TrainSpec:
         spec = importlib.import_module(f"torchtitan.models.{self._name}").get_train_spec()
-        # qwen3 works in stages (its forward passes over missing modules), but 0.2.2 names no
-        # function for it.
-        spec = dataclasses.replace(spec, pipelining_fn=spec.pipelining_fn or pipeline_llm)
-        wrapped = wrap_train_spec(spec)
+        wrapped = wrap_train_spec(qwen3_pipeline.with_pipeline(spec))
         if self._name == "llama3":
             from path_backend.integration.torchtitan.flavors import flavors
 
@@ -174,59 +173,17 @@ def _parallelize(
     """
     refusals.check_training(model.model_args, parallel_dims, job_config)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_one_group_for_tied_embeddings(stock, model, parallel_dims))
+        stack.enter_context(tied_embeddings.one_group(stock, model, parallel_dims))
         if getattr(model.model_args, "attention", "default") != "default":
             _save_attention(stock, job_config)
             if parallel_dims.tp_enabled:
                 apply_tensor_parallel(model, parallel_dims.get_mesh("tp"))
             stack.enter_context(context_parallel.applied(stock, model, parallel_dims, job_config))
         model = stock(model, parallel_dims, job_config)
-    context_parallel.repair_model(model, parallel_dims)
-    if parallel_dims.tp_enabled and not parallel_dims.ep_enabled:
-        repair_routers(model, parallel_dims.get_mesh("tp"))
-    if parallel_dims.tp_enabled and job_config.compile.enable and model.tok_embeddings is not None:
-        _finish_embeddings(model)
+    context_parallel_validation.accept_freqs_cis(model, parallel_dims)
+    router_gradients.sum_gradients(model, parallel_dims)
+    compiled_embedding.finish(model, parallel_dims, job_config)
     return model
-
-
-def _build_optimizers(
-    stock: Callable[..., OptimizersContainer],
-    model_parts: list[nn.Module],
-    optimizer_config: OptimizerConfig,
-    parallel_dims: ParallelDims,
-    *args,
-    **kwargs,
-) -> OptimizersContainer:
-    """The stock optimizers, of gradients that are whole."""
-    if parallel_dims.tp_enabled and not parallel_dims.fsdp_enabled:
-        for part in model_parts:
-            sum_partial_gradients(part)
-    return stock(model_parts, optimizer_config, parallel_dims, *args, **kwargs)
-
-
-def _build_loss(
-    stock: Callable[..., LossFunction],
-    job_config: JobConfig,
-    *,
-    parallel_dims: ParallelDims,
-    **kwargs,
-) -> LossFunction:
-    """The stock loss; under DDP its gradient, not its value, is multiplied by the ranks (#2323).
-
-    Each rank divides by the tokens of all, so that the gradients of ranks add up to those of the
-    mean. DDP averages instead, and must: when gradients accumulate it reduces those of earlier
-    micro-batches again, which an average leaves as they are and a sum does not.
-    """
-    loss_fn = stock(job_config, parallel_dims=parallel_dims, **kwargs)
-    if not refusals.is_ddp(parallel_dims):
-        return loss_fn
-    ranks = parallel_dims.dp_replicate
-
-    def loss_of_ddp(prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = loss_fn(prediction, labels)
-        return loss.detach() + ranks * (loss - loss.detach())
-
-    return loss_of_ddp
 
 
 def _save_attention(stock: Callable[..., nn.Module], job_config: JobConfig) -> None:
@@ -244,50 +201,6 @@ def _save_attention(stock: Callable[..., nn.Module], job_config: JobConfig) -> N
     save_list |= {op.default for op in (ops.attention, ops.context_parallel_attention, ops.halo)}
 
 
-def _finish_embeddings(model: nn.Module) -> None:
-    """Tensor parallelism with compiled blocks, on torch 2.13.
-
-    The sharded embedding returns a collective in flight. A compiled block that receives one passes
-    no gradient back: the embedding would not train (with FSDP2) or the backward fails (without).
-    """
-    model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
-
-
-@contextlib.contextmanager
-def _one_group_for_tied_embeddings(
-    stock: Callable[..., nn.Module], model: nn.Module, parallel_dims: ParallelDims
-) -> Iterator:
-    """FSDP2 of a model whose output layer is its embedding, on torch 2.13.
-
-    torchtitan 0.2.2 shards the embedding and [norm, output] as two groups, and torch 2.13 refuses a
-    parameter that is in both. Later torchtitan (#2522) shards the three as one, and so does this.
-    """
-    tied = getattr(model.model_args, "enable_weight_tying", False)
-    if not (tied and parallel_dims.fsdp_enabled):
-        yield
-        return
-    apply_fsdp = getattr(stock, "__globals__", {}).get("apply_fsdp")
-    namespace = getattr(apply_fsdp, "__globals__", {})
-    fully_shard = namespace.get("fully_shard")
-    if fully_shard is None:  # it may shard in its own way, and right
-        logger.warning(
-            "Tied embeddings are not put into one FSDP2 group: expected an apply_fsdp that calls "
-            f"fully_shard beside parallelize_fn, found none in {stock.__module__}"
-        )
-        yield
-        return
-
-    def shard_together(module, **options):
-        if module is model.tok_embeddings:
-            return module
-        if isinstance(module, list) and model.output in module:
-            module = [model.tok_embeddings, *module]
-        return fully_shard(module, **options)
-
-    with substituted(namespace, "fully_shard", shard_together):
-        yield
-
-
 def _build_metrics_processor(
     stock: Callable[..., MetricsProcessor],
     job_config: JobConfig,
@@ -297,7 +210,7 @@ def _build_metrics_processor(
 ) -> MetricsProcessor:
     processor = stock(job_config, parallel_dims, model_args, tag)
     if parallel_dims.cp_enabled:
-        context_parallel.repair_metrics(processor, parallel_dims.cp)
+        context_parallel_metrics.count_once(processor, parallel_dims.cp)
     if model_args is not None and model_args.watch:
         metrics.watch(processor, model_args.n_layers)
     return processor

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from path_backend.beta import BETA_MAX
+from path_backend.beta import BETA_MAX, check_beta_max
 from path_backend.context_parallel.halo import halo
 from path_backend.layers import elementwise
 from path_backend.layers.elementwise import BETA_STATS, GATE_STATS, Rotate, causal_conv
@@ -55,8 +55,7 @@ class PathInputs(nn.Module):
         check_integer("w_rank", w_rank, 0)
         if reflections and w_rank > dim:
             raise ValueError(f"w_rank must be at most {dim}, the features of x, got {w_rank}")
-        if not 0 < beta_max <= 2:
-            raise ValueError(f"beta_max must be in (0, 2], got {beta_max}")
+        check_beta_max(beta_max)
         if not 0 < gate_start < 1:
             raise ValueError(f"gate_start must be in (0, 1), got {gate_start}")
         if not 0 < beta_start < 2:

@@ -133,7 +133,7 @@ def test_every_key_has_a_docstring():
 
 def test_choices_are_listed_once():
     """A value that the command line takes and the model does not, or the reverse."""
-    assert job_config.Attention.__args__ == VARIANTS
+    assert job_config.Attention.__args__ == tuple(VARIANTS)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torchtitan.distributed import context_parallel as stock
 from torchtitan.models import llama3
 
 from path_backend.context_parallel.layout import Layout
+from path_backend.integration.repairs import context_parallel_metrics, context_parallel_validation
 from path_backend.integration.torchtitan import context_parallel, train_spec
 from path_backend.layers.segmented import Segmented
 
@@ -208,7 +209,7 @@ def test_logged_numbers():
     """Tokens counted once per rank of a sequence (#2983), a part's loss over all tokens (#3111)."""
     logged = []
     processor = SimpleNamespace(log=lambda *args, **kwargs: logged.append((args, kwargs)))
-    context_parallel.repair_metrics(processor, 4)
+    context_parallel_metrics.count_once(processor, 4)
     processor.log(7, 2.0, 0.75, 1.5, extra_metrics={"n_tokens_seen": 4096, "lr": 0.1})
     processor.log(8, 2.0, 0.75, 1.5)
     assert logged == [
@@ -230,7 +231,7 @@ class OwnLoop(OwnValidator):
 def test_validators_that_count_in_their_own_way_are_left_alone():
     """A validator of someone else whose loss would be divided twice."""
     dims = SimpleNamespace(cp_enabled=True, dp_cp_enabled=True, get_mesh=lambda dims: dims)
-    build = context_parallel.build_validator
+    build = context_parallel_validation.build_validator
     repaired = build(OwnValidator, parallel_dims=dims).parallel_dims
     assert repaired.dp_enabled and repaired.get_mesh("batch") == "loss"
     assert repaired.get_mesh("cp") == "cp" and repaired.cp_enabled

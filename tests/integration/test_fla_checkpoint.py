@@ -107,8 +107,12 @@ def test_layout(tmp_path, overrides):
     before, after = load_folder(tmp_path / "hf"), load_folder(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    index = json.loads((tmp_path / "fla" / fla_checkpoint.INDEX).read_text())["weight_map"]
-    assert index.keys() == load_folder(tmp_path / "fla").keys()
+    whole_index = json.loads((tmp_path / "fla" / fla_checkpoint.INDEX).read_text())
+    index = whole_index["weight_map"]
+    written = load_folder(tmp_path / "fla")
+    assert index.keys() == written.keys()
+    size = sum(tensor.nbytes for tensor in written.values())
+    assert whole_index["metadata"] == {"total_size": size}
 
 
 @pytest.fixture
@@ -259,7 +263,8 @@ def test_command(tmp_path):
     module = [
         sys.executable,
         "-m",
-        "path_backend.integration.commands.fla_checkpoint",
+        "path_backend.integration",
+        "fla",
         "export",
         str(TINY),
     ]

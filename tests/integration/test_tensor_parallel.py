@@ -10,8 +10,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
 from trainer import TINY
 
+from path_backend.integration.repairs.partial_norm_gradients import sum_partial_gradients
 from path_backend.integration.torchtitan.job import load_job, model_args
-from path_backend.integration.torchtitan.tensor_parallel import sum_partial_gradients
 
 
 def norm_gradients(group, x):

@@ -1,10 +1,13 @@
-"""Pipeline parallelism whose gradients are those of the mean loss, as everywhere else.
+"""#2972: gradients of the summed loss under pipeline parallelism.
 
 torchtitan 0.2.2 divides the loss of a step by its number of tokens, except under pipeline
-parallelism (#2972): there the gradients are those of the sum, too large by that number, so that
-clipping sets their size and the logged norm means something else. Here the last stage divides each
+parallelism: there the gradients are those of the sum, too large by that number, so that clipping
+sets their size and the logged norm means something else. Here the last stage divides each
 micro-batch's loss. The number is known by then: the trainer draws all batches of a step before it
 runs the first.
+
+Applies: torchtitan 0.2.2, pipeline_parallel_degree > 1, every attention.
+To delete: this file and `pipeline_mean_loss.with_mean_loss` in train_spec.py.
 """
 
 from collections.abc import Iterator
