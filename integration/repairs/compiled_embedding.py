@@ -5,7 +5,10 @@ one passes no gradient back: the embedding would not train (with FSDP2) or the b
 (without). Here the output is copied.
 
 Applies: torch 2.13, tensor_parallel_degree > 1 with compile.enable, every attention.
-To delete: this file and `compiled_embedding.finish` in train_spec.py.
+
+Delete: when every supported torch contains https://github.com/pytorch/pytorch/pull/191113 or is
+older than 2.13, this file and `compiled_embedding.finish` in train_spec.py. The rows "TP2, compile"
+of tests/integration/test_parallel.py pass without it then.
 """
 
 from torch import nn

@@ -1,12 +1,15 @@
-"""#3257 and #2077: validation under context parallelism.
+"""#3257 and #2077: validation under context parallelism is wrong or fails.
 
 torchtitan 0.2.2 divides the validation loss by the tokens of one rank, then sums it over the ranks
 of a sequence: it is too large by the degree (#3257). And its validator reads `freqs_cis` of each
 model, to no end; qwen3 has none, and its validation fails (#2077).
 
 Applies: torchtitan 0.2.2, context_parallel_degree > 1 with validation.enable, every attention.
-To delete: this file, `context_parallel_validation.build_validator` and `accept_freqs_cis` in
-train_spec.py.
+
+Delete: when the required torchtitan contains https://github.com/pytorch/torchtitan/pull/3257,
+`build_validator` here and in train_spec.py; when https://github.com/pytorch/torchtitan/issues/2077
+is fixed in it, `accept_freqs_cis` here and there. The rows "CP2" of
+tests/integration/test_parallel.py pass without them then.
 """
 
 from collections.abc import Callable
@@ -18,7 +21,7 @@ from torchtitan.distributed import ParallelDims
 
 
 def build_validator(stock_builder: Callable[..., BaseValidator], **arguments) -> BaseValidator:
-    """torchtitan's validator, with the loss over all tokens under context parallelism."""
+    """Returns torchtitan's validator, with the loss over all tokens under context parallelism."""
     validator = stock_builder(**arguments)
     dims = arguments.get("parallel_dims")
     if dims and dims.cp_enabled and type(validator).validate is Validator.validate:
@@ -27,7 +30,7 @@ def build_validator(stock_builder: Callable[..., BaseValidator], **arguments) ->
 
 
 class _DimsOfLoss:
-    """Parallel dimensions of a validator that counts tokens where it sums losses.
+    """Parallel dimensions that make a validator count tokens where it sums losses.
 
     It counts over the mesh `batch` the tokens of its part of each sequence, and sums over `loss`,
     which has the ranks of a sequence too.

@@ -1,4 +1,4 @@
-"""#2323: gradients under DDP are averaged after the loss was divided by the tokens of all ranks.
+"""#2323: DDP averages gradients of a loss that is divided by the tokens of all ranks.
 
 Each rank divides by the tokens of all, so that the gradients of ranks add up to those of the mean.
 DDP averages instead, and must: when gradients accumulate it reduces those of earlier micro-batches
@@ -6,7 +6,10 @@ again, which an average leaves as they are and a sum does not. The gradients are
 number of ranks. Here the gradient of the loss, not its value, is multiplied by it.
 
 Applies: torchtitan 0.2.2, data_parallel_replicate_degree > 1 without FSDP2, every attention.
-To delete: `build_loss` here and in train_spec.py; refusals.py needs `is_ddp` still.
+
+Delete: when the required torchtitan contains https://github.com/pytorch/torchtitan/pull/2323,
+`build_loss` here and in train_spec.py; refusals.py needs `is_ddp` still. The rows "DDP" of
+tests/integration/test_parallel.py pass without it then.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,11 @@ it itself.
 
 Applies: torch before 2.13, tensor_parallel_degree > 1 without FSDP2, every attention; it changes
 nothing on later torch.
-To delete: this file and `partial_norm_gradients.build_optimizers` in train_spec.py.
+
+Delete: when torch 2.13 is the oldest that is supported, this file,
+`partial_norm_gradients.build_optimizers` in train_spec.py and
+tests/integration/test_tensor_parallel.py. The rows "TP2" of tests/integration/test_parallel.py pass
+without it then.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""#2972: gradients of the summed loss under pipeline parallelism.
+"""#2972: pipelines train on the gradients of the summed loss.
 
 torchtitan 0.2.2 divides the loss of a step by its number of tokens, except under pipeline
 parallelism: there the gradients are those of the sum, too large by that number, so that clipping
@@ -7,7 +7,10 @@ micro-batch's loss. The number is known by then: the trainer draws all batches o
 runs the first.
 
 Applies: torchtitan 0.2.2, pipeline_parallel_degree > 1, every attention.
-To delete: this file and `pipeline_mean_loss.with_mean_loss` in train_spec.py.
+
+Delete: when https://github.com/pytorch/torchtitan/issues/2972 is fixed in the required
+torchtitan, this file and `pipeline_mean_loss.with_mean_loss` in train_spec.py. The rows "PP2" of
+tests/integration/test_parallel.py pass without it then.
 """
 
 from collections.abc import Iterator
@@ -23,7 +26,7 @@ from torchtitan.protocols.train_spec import DataLoaderBuilder, PipeliningFunctio
 
 
 def with_mean_loss(spec: TrainSpec) -> dict[str, Any]:
-    """`spec`'s builders of the data loader and the pipeline, joined by a count of tokens."""
+    """Returns `spec`'s builders of the data loader and pipeline, joined by a count of tokens."""
     if spec.pipelining_fn is None:
         return {}
     mean = _MeanLoss(spec.build_dataloader_fn, spec.pipelining_fn)
@@ -31,6 +34,8 @@ def with_mean_loss(spec: TrainSpec) -> dict[str, Any]:
 
 
 class _MeanLoss:
+    """Builders that let the pipeline divide its loss by the tokens that the data loader gave."""
+
     def __init__(self, build_dataloader: DataLoaderBuilder, build_pipeline: PipeliningFunction):
         self._stock_dataloader = build_dataloader
         self._stock_pipeline = build_pipeline
@@ -70,7 +75,7 @@ class _MeanLoss:
         return schedule, parts, has_first, has_last
 
     def _tokens(self, mesh: DeviceMesh | None, device: torch.device) -> float:
-        """Valid tokens of the current step on all data parallel ranks."""
+        """Returns the valid tokens of the current step on all data parallel ranks."""
         tokens = self._drawn.take()
         if tokens is None:  # a later micro-batch of gradient accumulation
             return self._divisor
@@ -92,7 +97,7 @@ class _CountingLoader(BaseDataLoader):
             yield inputs, labels
 
     def take(self) -> int | None:
-        """The count since the last call; None if no batch was drawn since."""
+        """Returns the count since the last call, or None if no batch was drawn since."""
         tokens, self._tokens = self._tokens, None
         return tokens
 

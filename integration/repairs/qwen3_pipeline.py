@@ -5,7 +5,9 @@ forward passes over missing modules.
 
 Applies: torchtitan 0.2.2, qwen3, every attention. refusals.py refuses flavors with tied embeddings
 or experts in stages.
-To delete: this file and `with_pipeline` in train_spec.py.
+
+Delete: when qwen3's spec in the required torchtitan has a `pipelining_fn`, this file and
+`with_pipeline` in train_spec.py.
 """
 
 import dataclasses

@@ -6,7 +6,10 @@ whose gradients are summed.
 
 Applies: torchtitan 0.2.2, tensor_parallel_degree > 1 with experts and without expert parallelism
 (with it the fault stays), every attention.
-To delete: this file and `router_gradients.sum_gradients` in train_spec.py.
+
+Delete: when https://github.com/pytorch/torchtitan/issues/2387 is fixed in the required
+torchtitan, this file and `router_gradients.sum_gradients` in train_spec.py. test_experts of
+tests/integration/test_parallel.py passes without it then.
 """
 
 import torch

@@ -4,7 +4,10 @@ torchtitan 0.2.2 shards the embedding and [norm, output] as two groups, and torc
 parameter that is in both. Later torchtitan shards the three as one, and so does this.
 
 Applies: torchtitan 0.2.2, FSDP2, flavors with enable_weight_tying, every attention.
-To delete: this file and `tied_embeddings.one_group` in train_spec.py.
+
+Delete: when the required torchtitan contains https://github.com/pytorch/torchtitan/pull/2522, this
+file and `tied_embeddings.one_group` in train_spec.py. test_tied_embeddings of
+tests/integration/test_parallel.py passes without it then.
 """
 
 import contextlib
@@ -14,7 +17,7 @@ from torch import nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from path_backend.integration.repairs.substitute import substituted
+from path_backend.integration.torchtitan.substitute import substituted
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
-"""Context parallelism of torchtitan 0.2.2 for our attentions.
+"""Our attentions work under the context parallelism of torchtitan 0.2.2.
 
-torchtitan cuts tokens, labels and `positions` of each sequence into the pieces of its load balancer
-and gives every block the positions of its rank. Here the layout is read from those positions, once
-per length, and document masks are cut as tokens are.
+torchtitan cuts tokens, labels and `positions` of each sequence into the segments of its load
+balancer and gives every block the positions of its rank. Here the layout is read from those
+positions, once per length, and document masks are cut as tokens are.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from path_backend.context_parallel.layout import Layout, layout_from_positions
-from path_backend.integration.repairs.substitute import substituted
+from path_backend.integration.torchtitan.substitute import substituted
 from path_backend.layers.segmented import Segmented
 from path_backend.layers.variants import VARIANTS
 
@@ -97,7 +97,7 @@ def share_sequences(model: nn.Module, segmented: Segmented) -> None:
 
 
 class _LayoutReader:
-    """Before a forward: set the layout that its `positions` [B, tokens of this rank] have.
+    """Sets before each forward the layout that its `positions` [B, tokens of this rank] have.
 
     Reading it waits for the device and for the other ranks. It is done once per length; later
     positions are compared with the first ones on the device.

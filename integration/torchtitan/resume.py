@@ -1,4 +1,4 @@
-"""Checkpoints that a job cannot go on from, refused before they are read and with a way out.
+"""Checkpoints that a job cannot go on from are refused before they are read, with a way out.
 
 torchtitan 0.2.2 names a missing key of its files, or says that another number of data parallel
 ranks is not supported.
@@ -31,8 +31,9 @@ def refuse_other_checkpoints() -> None:
 
 
 def check(state_dict: dict[str, Any], folder: str) -> None:
-    """Raises ValueError if a folder holds other parameters of attention than `state_dict` asks for,
-    or lacks places in the data.
+    """Refuse a folder with other parameters of attention or another number of places in the data.
+
+    Raises ValueError that names what `state_dict` asks for and what the folder holds.
     """
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     ours = {name: value for name, value in state_dict.items() if OURS.fullmatch(name)}

@@ -1,4 +1,4 @@
-"""Tensor parallelism of what the layer adds: heads are split, as in the stock attention.
+"""Parameters that the layer adds are split by heads, as in the stock attention.
 
 The stock plan handles wq, wk, wv, wo and the norms. Everything here must be a DTensor on the same
 mesh: otherwise gradients are not reduced and gradient clipping meets two kinds of parameters.

@@ -63,7 +63,10 @@ def register() -> None:
 
 
 def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
-    """A spec that trains `spec`'s model with the attention that the job asks for, and on tasks."""
+    """Returns a spec that trains `spec`'s model with the attention that the job asks for.
+
+    It trains on tasks too, and has the repairs of torchtitan for every attention.
+    """
     spec = tasks.with_tasks(with_hub_tokenizer(spec))
     parallelize = spec.parallelize_fn
     if isinstance(parallelize, _Guard):  # from torchtitan's look-up
@@ -99,14 +102,14 @@ def wrap_train_spec(spec: TrainSpec) -> TrainSpec:
 
 
 class _Flavors(dict):
-    """Arguments by flavor; of one that is not there, an error that lists those that are."""
+    """Arguments by flavor; a flavor that is not there raises an error that lists those that are."""
 
     def __missing__(self, flavor: str) -> PathArgs:
         raise ValueError(f"model.flavor must be one of {', '.join(self)}, got {flavor!r}")
 
 
 def _guarded(spec: TrainSpec) -> TrainSpec:
-    """The spec if it is wrapped, else one that refuses an attention that it would ignore."""
+    """Returns the spec if it is wrapped, else one that refuses an attention it would ignore."""
     if any(isinstance(args, PathArgs) for args in spec.model_args.values()):
         return spec
     return dataclasses.replace(spec, parallelize_fn=_Guard(spec.parallelize_fn))
@@ -166,11 +169,7 @@ def _parallelize(
     parallel_dims: ParallelDims,
     job_config: JobConfig,
 ) -> nn.Module:
-    """Tensor parallelism of our parameters, then everything else as stock does it.
-
-    The repairs of stock torchtitan 0.2.2 apply to every attention, `default` too: without them it
-    does not run or does not learn, and an attention would be compared with a broken one.
-    """
+    """Split our parameters, then do everything else as stock does it, with its repairs."""
     refusals.check_training(model.model_args, parallel_dims, job_config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(tied_embeddings.one_group(stock, model, parallel_dims))

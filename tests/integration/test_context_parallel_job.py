@@ -97,7 +97,7 @@ def test_needs_a_parallelize_fn_that_asks_for_it():
 
 
 def positions_of(layout, rank, batch=1):
-    tokens = torch.arange(layout.pieces * layout.length, dtype=torch.int32)
+    tokens = torch.arange(layout.segments * layout.length, dtype=torch.int32)
     return shard(tokens.expand(batch, -1), layout, rank)
 
 

@@ -1,4 +1,4 @@
-"""Another function under a name that code of torchtitan looks up, for the time of a call."""
+"""`substituted` puts another function under a name that torchtitan looks up, during a call."""
 
 import contextlib
 from collections.abc import Iterator
