@@ -18,7 +18,7 @@ hold a step. Products and open keys are fp32; `PRECISION` is that of products wi
 import triton
 import triton.language as tl
 
-RUNTIME = ["n", "room", "groups", "splits", "slots", "pairs", "H"]
+RUNTIME = ["n", "room", "groups", "splits", "slots", "pairs", "H", "closes"]
 """Numbers of a step and of a cache: one version of a kernel serves all."""
 
 kernel = triton.jit(do_not_specialize=RUNTIME)
@@ -66,26 +66,26 @@ def open_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, position_ptr, keys_ptr,
     values_ptr, gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr, raw_beta_ptr,
     open_keys_ptr, open_product_ptr, open_gate_ptr, x_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups,
-    scale, H, splits, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr,
-    OPEN: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr,
+    scale, H, splits, closes, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
+    TOKENS: tl.constexpr, OPEN: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr,
     REFLECTIONS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    START_GIVEN: tl.constexpr, CLOSES: tl.constexpr, PRECISION: tl.constexpr,
+    START_GIVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program 0 of a head has the open keys, the others BLOCK_P rows of P_open each."""
     bh = tl.program_id(0).to(tl.int64)
     tokens = tl.load(position_ptr)
     closed = tl.load(position_ptr + 1)
     count = (tokens - closed * TOKENS).to(tl.int32)
-    if tokens + n <= room:
+    if (tokens + n <= room) & (count + n <= OPEN):
         if tl.program_id(1) == 0:
             _open_attention(
                 q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, keys_ptr,
                 values_ptr, gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr,
                 raw_beta_ptr, open_keys_ptr, open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups,
-                scale, H, splits, bh, tokens, closed, count, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                BLOCK_DV, BLOCK_R, TOKENS, OPEN, BLOCK_O, REFLECTIONS, HAS_GATE, HAS_DOC,
-                START_GIVEN, CLOSES, PRECISION,
+                scale, H, splits, closes, bh, tokens, closed, count, GROUP, HEAD_DIM, HEAD_DIM_V,
+                BLOCK_D, BLOCK_DV, BLOCK_R, TOKENS, OPEN, BLOCK_O, REFLECTIONS, HAS_GATE, HAS_DOC,
+                START_GIVEN, PRECISION,
             )  # fmt: skip
         elif REFLECTIONS:
             rows = (tl.program_id(1) - 1) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -131,11 +131,11 @@ def _open_product(
 def _open_attention(
     q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, keys_ptr, values_ptr,
     gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr, raw_beta_ptr, open_keys_ptr,
-    open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, bh, tokens, closed,
-    count, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, closes, bh, tokens,
+    closed, count, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr,
     OPEN: tl.constexpr, BLOCK_O: tl.constexpr, REFLECTIONS: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, START_GIVEN: tl.constexpr, CLOSES: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, START_GIVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Moves the open keys, appends n tokens, attends to them; closes a full group."""
@@ -204,7 +204,7 @@ def _open_attention(
     in_keys = (row < count + n)[:, None] & in_dim[None, :]
     places = row[:, None] * HEAD_DIM + dim[None, :]
     tl.store(open_keys_ptr + places, keys, mask=in_keys)
-    if CLOSES and count + n == TOKENS:
+    if (closes > 0) & (count + n == TOKENS):
         closed_ptr = keys_ptr + (bh * room + first) * HEAD_DIM
         tl.store(closed_ptr + places, keys.to(keys_ptr.dtype.element_ty), mask=in_keys)
         if HAS_GATE:
@@ -404,9 +404,9 @@ def _move_group(
 
 @kernel
 def combine_kernel(
-    m_ptr, l_ptr, acc_ptr, out_ptr, position_ptr, n, room, H, splits, GROUP: tl.constexpr,
+    m_ptr, l_ptr, acc_ptr, out_ptr, position_ptr, n, room, H, splits, closes, GROUP: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK_S: tl.constexpr, CLOSES: tl.constexpr,
+    BLOCK_S: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
     """out [B, n, HQ, DV] of one query row; the first program counts the tokens."""
     bh, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -434,7 +434,8 @@ def combine_kernel(
     if (bh == 0) & (row == 0):
         tokens = tl.load(position_ptr)
         closed = tl.load(position_ptr + 1)
-        if tokens + n <= room:
+        count = tokens + n - closed * TOKENS
+        if (tokens + n <= room) & (count <= OPEN):
             tl.store(position_ptr, tokens + n)
-            if CLOSES and tokens + n - closed * TOKENS == TOKENS:
+            if (closes > 0) & (count == TOKENS):
                 tl.store(position_ptr + 1, closed + 1)

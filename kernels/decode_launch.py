@@ -79,8 +79,8 @@ def step(
     """Appends n tokens, which fit into the open group; returns out [B, n, HQ, DV].
 
     tensors: of a PathCache, by name. tokens: of a group. documents: whether any document began.
-    closing: launch what closes a full group, which the kernels find out on the device; False where
-    the host knows that it is not full, or closes it itself.
+    closing: launch what closes a group that becomes full, which the kernels find out on the device;
+    False where the host knows that it does not, or closes it itself.
     """
     B, n, HQ, D = q.shape
     H, DV = v.shape[2:]
@@ -88,7 +88,7 @@ def step(
     keys, product = tensors["k"], tensors.get("product")
     slots = 0 if product is None else product.shape[2]
     splits = splits or splits_for(B * H, room, _processors(q.device))
-    reflections, closes = w is not None, open_room == tokens
+    reflections, closes = w is not None, int(closing)
     fp32 = q.dtype == torch.float32
     precision = {"PRECISION": "ieee" if fp32 else "tf32"}
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -120,9 +120,9 @@ def step(
         q, k, v, w, beta, log_gate, document_start, position, keys, tensors["v"], get("gate_end"),
         get("gate_after"), tensors["starts"], tensors["raw_k"], get("raw_w"), get("raw_beta"),
         tensors["open_keys"], get("open_product"), get("open_gate"), x, m, l_sum, acc, n, room,
-        groups, scale * LOG2_E, H, splits, **common, **widths, **values, **flags,
+        groups, scale * LOG2_E, H, splits, closes, **common, **widths, **values, **flags,
         **precision, BLOCK_R=_padded(R), BLOCK_O=_padded(open_room), BLOCK_P=block_p,
-        START_GIVEN=document_start is not None, CLOSES=closes, num_warps=8 if D > 64 else 4,
+        START_GIVEN=document_start is not None, num_warps=8 if D > 64 else 4,
     )  # fmt: skip
     attend_kernel[(splits, B * H)](
         x, position, keys, tensors["v"], get("suffix"), get("gate_end"), get("gate_after"),
@@ -143,7 +143,7 @@ def step(
             BLOCK_T=_padded(tokens), num_warps=4,
         )  # fmt: skip
     combine_kernel[(B * H, n * R)](
-        m, l_sum, acc, out, position, n, room, H, splits, GROUP=R, TOKENS=tokens,
-        **values, BLOCK_S=_padded(splits + 1), CLOSES=closes, num_warps=4,
+        m, l_sum, acc, out, position, n, room, H, splits, closes, GROUP=R, TOKENS=tokens,
+        **values, BLOCK_S=_padded(splits + 1), OPEN=open_room, num_warps=4,
     )  # fmt: skip
     return out

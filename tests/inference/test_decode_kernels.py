@@ -162,6 +162,28 @@ def test_what_the_kernels_do_not_decode():
     assert_unchanged(cache, before)
 
 
+def test_full_group_that_no_step_closed(monkeypatch):
+    """A graph captured without closing, replayed when it must close: NaN, and nothing is lost."""
+    step = decode_launch.step
+
+    def never(*arguments, closing, **options):
+        return step(*arguments, closing=False, **options)
+
+    inputs, cache = by_kernels(6, capacity=16, gate=True)
+    appended(cache, inputs, [3])
+    assert cache.fills_group
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_launch, "step", never)
+        append(cache, tokens(inputs, 3, 4))
+        cache.closed -= 1
+        cache.tokens -= 1  # so that the host lets a step pass
+        before = snapshot(cache)
+        assert append(cache, tokens(inputs, 4, 5)).isnan().all()
+    cache.tokens, cache.closed = before[0][:2]
+    assert_unchanged(cache, before)
+    assert cache.tensors["position"].tolist() == [4, 0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_holds_a_step(kind):
@@ -178,18 +200,22 @@ def test_a_graph_holds_a_step(kind):
     warm = cache.fork()
     for _ in range(64):
         append(warm, part)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = append(cache, part)
+    graphs = {}
+    for cache.closes_in_graph in (False, True):
+        graph = graphs[cache.closes_in_graph] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = append(cache, part)
+        graphs[graph] = out
     outs = []
     for i in range(first, 400):
         for place, x in zip(part, tokens(inputs, i, i + 1), strict=True):
             if place is not None:
                 place.copy_(x)
         cache.check_room(1)
+        graph = graphs[cache.fills_group or i % 2 == 0]
         graph.replay()
         cache.replayed()
-        outs.append(out.clone())
+        outs.append(graphs[graph].clone())
     exact = whole(inputs)[:, first:]
     forward = inputs.call(path_attention).double()[:, first:]
     error = (torch.cat(outs, 1).double() - exact).norm()
