@@ -6,7 +6,14 @@ import math
 import torch
 from torch import Tensor
 
-from .decode import attend_kernel, combine_kernel, merge_kernel, open_kernel, suffix_kernel
+from .decode import (
+    attend_kernel,
+    carry_kernel,
+    combine_kernel,
+    merge_kernel,
+    open_kernel,
+    suffix_kernel,
+)
 
 MAX_ROWS = 64
 """Query rows (tokens times heads of a group) that one tile of the attention holds."""
@@ -116,16 +123,25 @@ def step(
     common = {"GROUP": R, "TOKENS": tokens, "OPEN": open_room}
     position = tensors["position"]
     get = tensors.get
-    open_kernel[(B * H, 1 + (slices if reflections else 0))](
+    # Registers let one program of open_kernel into a multiprocessor: few and large ones, then.
+    rows = block_p if B * H < _processors(q.device) else _padded(D)
+    open_kernel[(B * H, 1 + (-(-D // rows) if reflections else 0))](
         q, k, v, w, beta, log_gate, document_start, position, keys, tensors["v"], get("gate_end"),
         get("gate_after"), tensors["starts"], tensors["raw_k"], get("raw_w"), get("raw_beta"),
         tensors["open_keys"], get("open_product"), get("open_gate"), x, m, l_sum, acc, n, room,
         groups, scale * LOG2_E, H, splits, closes, **common, **widths, **values, **flags,
-        **precision, BLOCK_R=_padded(R), BLOCK_O=_padded(open_room), BLOCK_P=block_p,
+        **precision, BLOCK_R=_padded(R), BLOCK_O=_padded(open_room), BLOCK_P=rows,
         START_GIVEN=document_start is not None, num_warps=8 if D > 64 else 4,
     )  # fmt: skip
+    moved = None
+    if reflections:
+        moved = torch.empty(B * H, slots, n * R, D, dtype=torch.float32, device=q.device)
+        carry_kernel[(B * H, slots, slices)](
+            x, moved, position, tensors["suffix"], n, slots, **widths, **precision, GROUP=R,
+            BLOCK_M=_padded(n * R), BLOCK_P=block_p, num_warps=4,
+        )  # fmt: skip
     attend_kernel[(splits, B * H)](
-        x, position, keys, tensors["v"], get("suffix"), get("gate_end"), get("gate_after"),
+        x, moved, position, keys, tensors["v"], get("gate_end"), get("gate_after"),
         tensors["starts"], get("open_gate"), m, l_sum, acc, n, room, groups,
         scale * LOG2_E, H, splits, slots, **common, **widths, **values, **flags,
         **precision, BLOCK_M=_padded(n * R), BLOCK_N=_padded(tokens) if tokens < 64 else 64,
