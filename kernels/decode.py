@@ -1,10 +1,11 @@
 """A decode step in the dyadic form of path_backend.inference, which names the tensors of a cache.
 
-Five kernels, in order; B * H pairs of a row and a key/value head are `bh`, a query row of one is
+Six kernels, in order; B * H pairs of a row and a key/value head are `bh`, a query row of one is
 (token, query head), M = n * R of them:
 
     open_kernel      the open group takes n tokens: P_open, open keys, x = P_open q, and attention
                      to the open keys, which is the last of the splits
+    carry_kernel     x in the frame of each block, by the suffix products
     attend_kernel    attention of x to a split of the closed keys, in the frame of each block
     suffix_kernel    if the group became full: suffix products <- suffix P_open
     merge_kernel     if it did: keys of the blocks that merge, and the merged block's product
@@ -18,7 +19,7 @@ hold a step. Products and open keys are fp32; `PRECISION` is that of products wi
 import triton
 import triton.language as tl
 
-RUNTIME = ["n", "room", "groups", "splits", "slots", "pairs", "H"]
+RUNTIME = ["n", "room", "groups", "splits", "slots", "pairs", "H", "closes"]
 """Numbers of a step and of a cache: one version of a kernel serves all."""
 
 kernel = triton.jit(do_not_specialize=RUNTIME)
@@ -43,20 +44,16 @@ def load_matrix(ptr, rows, columns, WIDTH: tl.constexpr, limit):
 @triton.jit
 def times(
     x_ptr, y_ptr, rows, limit, HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x[rows] @ y, or y^T, in fp32: x [limit, D] of any dtype, y [D, D] fp32."""
+    """x[rows] @ y in fp32: x [limit, D] of any dtype, y [D, D] fp32."""
     SLICE: tl.constexpr = 32 if BLOCK_D > 32 else BLOCK_D
     columns = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for first in range(0, BLOCK_D, SLICE):
         inner = first + tl.arange(0, SLICE)
         x = load_matrix(x_ptr, rows, inner, HEAD_DIM, limit).to(tl.float32)
-        if TRANSPOSED:
-            mask = (inner < HEAD_DIM)[:, None] & (columns < HEAD_DIM)[None, :]
-            y = tl.load(y_ptr + columns[None, :] * HEAD_DIM + inner[:, None], mask=mask, other=0.0)
-        else:
-            y = load_matrix(y_ptr, inner, columns, HEAD_DIM, HEAD_DIM)
+        y = load_matrix(y_ptr, inner, columns, HEAD_DIM, HEAD_DIM)
         total = tl.dot(x, y, total, input_precision=PRECISION)
     return total
 
@@ -66,26 +63,26 @@ def open_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, position_ptr, keys_ptr,
     values_ptr, gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr, raw_beta_ptr,
     open_keys_ptr, open_product_ptr, open_gate_ptr, x_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups,
-    scale, H, splits, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr,
-    OPEN: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr,
+    scale, H, splits, closes, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
+    TOKENS: tl.constexpr, OPEN: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr,
     REFLECTIONS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
-    START_GIVEN: tl.constexpr, CLOSES: tl.constexpr, PRECISION: tl.constexpr,
+    START_GIVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program 0 of a head has the open keys, the others BLOCK_P rows of P_open each."""
     bh = tl.program_id(0).to(tl.int64)
     tokens = tl.load(position_ptr)
     closed = tl.load(position_ptr + 1)
     count = (tokens - closed * TOKENS).to(tl.int32)
-    if tokens + n <= room:
+    if (tokens + n <= room) & (count + n <= OPEN):
         if tl.program_id(1) == 0:
             _open_attention(
                 q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, keys_ptr,
                 values_ptr, gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr,
                 raw_beta_ptr, open_keys_ptr, open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups,
-                scale, H, splits, bh, tokens, closed, count, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                BLOCK_DV, BLOCK_R, TOKENS, OPEN, BLOCK_O, REFLECTIONS, HAS_GATE, HAS_DOC,
-                START_GIVEN, CLOSES, PRECISION,
+                scale, H, splits, closes, bh, tokens, closed, count, GROUP, HEAD_DIM, HEAD_DIM_V,
+                BLOCK_D, BLOCK_DV, BLOCK_R, TOKENS, OPEN, BLOCK_O, REFLECTIONS, HAS_GATE, HAS_DOC,
+                START_GIVEN, PRECISION,
             )  # fmt: skip
         elif REFLECTIONS:
             rows = (tl.program_id(1) - 1) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -131,11 +128,11 @@ def _open_product(
 def _open_attention(
     q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, keys_ptr, values_ptr,
     gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr, raw_beta_ptr, open_keys_ptr,
-    open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, bh, tokens, closed,
-    count, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, closes, bh, tokens,
+    closed, count, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr,
     OPEN: tl.constexpr, BLOCK_O: tl.constexpr, REFLECTIONS: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, START_GIVEN: tl.constexpr, CLOSES: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, START_GIVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Moves the open keys, appends n tokens, attends to them; closes a full group."""
@@ -204,7 +201,7 @@ def _open_attention(
     in_keys = (row < count + n)[:, None] & in_dim[None, :]
     places = row[:, None] * HEAD_DIM + dim[None, :]
     tl.store(open_keys_ptr + places, keys, mask=in_keys)
-    if CLOSES and count + n == TOKENS:
+    if (closes > 0) & (count + n == TOKENS):
         closed_ptr = keys_ptr + (bh * room + first) * HEAD_DIM
         tl.store(closed_ptr + places, keys.to(keys_ptr.dtype.element_ty), mask=in_keys)
         if HAS_GATE:
@@ -216,8 +213,30 @@ def _open_attention(
 
 
 @kernel
+def carry_kernel(
+    x_ptr, moved_ptr, position_ptr, suffix_ptr, n, slots, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """moved = suffix x of a block, BLOCK_P components of it; the last block takes x as it is."""
+    bh, level = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    closed = tl.load(position_ptr + 1).to(tl.int32)
+    if ((closed >> level) & 1 == 1) & ((closed & ((1 << level) - 1)) != 0):
+        M = n * GROUP
+        rows, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+        part = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+        x = load_matrix(x_ptr + bh * M * HEAD_DIM, rows, dim, HEAD_DIM, M)
+        suffix_ptr += (bh * slots + level) * HEAD_DIM * HEAD_DIM
+        suffix = load_matrix(suffix_ptr, part, dim, HEAD_DIM, HEAD_DIM)
+        moved = tl.dot(x, tl.trans(suffix), input_precision=PRECISION)
+        moved_ptr += (bh * slots + level) * M * HEAD_DIM
+        mask = (rows < M)[:, None] & (part < HEAD_DIM)[None, :]
+        tl.store(moved_ptr + rows[:, None] * HEAD_DIM + part[None, :], moved, mask=mask)
+
+
+@kernel
 def attend_kernel(
-    x_ptr, position_ptr, keys_ptr, values_ptr, suffix_ptr, gate_end_ptr, gate_after_ptr, starts_ptr,
+    x_ptr, moved_ptr, position_ptr, keys_ptr, values_ptr, gate_end_ptr, gate_after_ptr, starts_ptr,
     open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, slots,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
@@ -263,10 +282,8 @@ def attend_kernel(
             block_end = ((place >> level) + 1) << level  # in groups
             stop = tl.minimum(hi, block_end * TOKENS)
             if block_end < closed:
-                move = suffix_ptr + (bh * slots + level) * HEAD_DIM * HEAD_DIM
-                x = times(
-                    x_ptr, move, rows, M, HEAD_DIM, BLOCK_M, BLOCK_D, True, PRECISION
-                )  # fmt: skip
+                moved_at = moved_ptr + (bh * slots + level) * M * HEAD_DIM
+                x = load_matrix(moved_at, rows, dim, HEAD_DIM, M)
         x = x.to(keys_ptr.dtype.element_ty)
         for j in range(lo, stop, BLOCK_N):
             column = j + tl.arange(0, BLOCK_N)
@@ -324,8 +341,7 @@ def suffix_kernel(
             moved = load_matrix(open_product_ptr, rows, dim, HEAD_DIM, HEAD_DIM)
         else:
             moved = times(
-                suffix_ptr, open_product_ptr, rows, HEAD_DIM, HEAD_DIM, BLOCK_P, BLOCK_D, False,
-                EXACT,
+                suffix_ptr, open_product_ptr, rows, HEAD_DIM, HEAD_DIM, BLOCK_P, BLOCK_D, EXACT,
             )  # fmt: skip
         tl.debug_barrier()  # the rows are read before they are written
         mask = (rows < HEAD_DIM)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -379,7 +395,7 @@ def _join_rows(
         left = (bh * slots + top - 1) * HEAD_DIM * HEAD_DIM
         joined = times(
             product_ptr + left, suffix_ptr + left, rows, HEAD_DIM, HEAD_DIM, BLOCK_P, BLOCK_D,
-            False, EXACT,
+            EXACT,
         )  # fmt: skip
     target = product_ptr + (bh * slots + top) * HEAD_DIM * HEAD_DIM
     mask = (rows < HEAD_DIM)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -394,7 +410,7 @@ def _move_group(
     """Keys of a group to the end of the merged block, in place."""
     rows, dim = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     moved = times(
-        group_ptr, move_ptr, rows, TOKENS, HEAD_DIM, BLOCK_T, BLOCK_D, False, PRECISION
+        group_ptr, move_ptr, rows, TOKENS, HEAD_DIM, BLOCK_T, BLOCK_D, PRECISION
     )  # fmt: skip
     tl.debug_barrier()  # the rows are read before they are written
     mask = (rows < TOKENS)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -404,9 +420,9 @@ def _move_group(
 
 @kernel
 def combine_kernel(
-    m_ptr, l_ptr, acc_ptr, out_ptr, position_ptr, n, room, H, splits, GROUP: tl.constexpr,
+    m_ptr, l_ptr, acc_ptr, out_ptr, position_ptr, n, room, H, splits, closes, GROUP: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK_S: tl.constexpr, CLOSES: tl.constexpr,
+    BLOCK_S: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
     """out [B, n, HQ, DV] of one query row; the first program counts the tokens."""
     bh, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -434,7 +450,8 @@ def combine_kernel(
     if (bh == 0) & (row == 0):
         tokens = tl.load(position_ptr)
         closed = tl.load(position_ptr + 1)
-        if tokens + n <= room:
+        count = tokens + n - closed * TOKENS
+        if (tokens + n <= room) & (count <= OPEN):
             tl.store(position_ptr, tokens + n)
-            if CLOSES and tokens + n - closed * TOKENS == TOKENS:
+            if (closes > 0) & (count == TOKENS):
                 tl.store(position_ptr + 1, closed + 1)

@@ -6,7 +6,14 @@ import math
 import torch
 from torch import Tensor
 
-from .decode import attend_kernel, combine_kernel, merge_kernel, open_kernel, suffix_kernel
+from .decode import (
+    attend_kernel,
+    carry_kernel,
+    combine_kernel,
+    merge_kernel,
+    open_kernel,
+    suffix_kernel,
+)
 
 MAX_ROWS = 64
 """Query rows (tokens times heads of a group) that one tile of the attention holds."""
@@ -79,8 +86,8 @@ def step(
     """Appends n tokens, which fit into the open group; returns out [B, n, HQ, DV].
 
     tensors: of a PathCache, by name. tokens: of a group. documents: whether any document began.
-    closing: launch what closes a full group, which the kernels find out on the device; False where
-    the host knows that it is not full, or closes it itself.
+    closing: launch what closes a group that becomes full, which the kernels find out on the device;
+    False where the host knows that it does not, or closes it itself.
     """
     B, n, HQ, D = q.shape
     H, DV = v.shape[2:]
@@ -88,7 +95,7 @@ def step(
     keys, product = tensors["k"], tensors.get("product")
     slots = 0 if product is None else product.shape[2]
     splits = splits or splits_for(B * H, room, _processors(q.device))
-    reflections, closes = w is not None, open_room == tokens
+    reflections, closes = w is not None, int(closing)
     fp32 = q.dtype == torch.float32
     precision = {"PRECISION": "ieee" if fp32 else "tf32"}
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -116,16 +123,25 @@ def step(
     common = {"GROUP": R, "TOKENS": tokens, "OPEN": open_room}
     position = tensors["position"]
     get = tensors.get
-    open_kernel[(B * H, 1 + (slices if reflections else 0))](
+    # Registers let one program of open_kernel into a multiprocessor: few and large ones, then.
+    rows = block_p if B * H < _processors(q.device) else _padded(D)
+    open_kernel[(B * H, 1 + (-(-D // rows) if reflections else 0))](
         q, k, v, w, beta, log_gate, document_start, position, keys, tensors["v"], get("gate_end"),
         get("gate_after"), tensors["starts"], tensors["raw_k"], get("raw_w"), get("raw_beta"),
         tensors["open_keys"], get("open_product"), get("open_gate"), x, m, l_sum, acc, n, room,
-        groups, scale * LOG2_E, H, splits, **common, **widths, **values, **flags,
-        **precision, BLOCK_R=_padded(R), BLOCK_O=_padded(open_room), BLOCK_P=block_p,
-        START_GIVEN=document_start is not None, CLOSES=closes, num_warps=8 if D > 64 else 4,
+        groups, scale * LOG2_E, H, splits, closes, **common, **widths, **values, **flags,
+        **precision, BLOCK_R=_padded(R), BLOCK_O=_padded(open_room), BLOCK_P=rows,
+        START_GIVEN=document_start is not None, num_warps=8 if D > 64 else 4,
     )  # fmt: skip
+    moved = None
+    if reflections:
+        moved = torch.empty(B * H, slots, n * R, D, dtype=torch.float32, device=q.device)
+        carry_kernel[(B * H, slots, slices)](
+            x, moved, position, tensors["suffix"], n, slots, **widths, **precision, GROUP=R,
+            BLOCK_M=_padded(n * R), BLOCK_P=block_p, num_warps=4,
+        )  # fmt: skip
     attend_kernel[(splits, B * H)](
-        x, position, keys, tensors["v"], get("suffix"), get("gate_end"), get("gate_after"),
+        x, moved, position, keys, tensors["v"], get("gate_end"), get("gate_after"),
         tensors["starts"], get("open_gate"), m, l_sum, acc, n, room, groups,
         scale * LOG2_E, H, splits, slots, **common, **widths, **values, **flags,
         **precision, BLOCK_M=_padded(n * R), BLOCK_N=_padded(tokens) if tokens < 64 else 64,
@@ -143,7 +159,7 @@ def step(
             BLOCK_T=_padded(tokens), num_warps=4,
         )  # fmt: skip
     combine_kernel[(B * H, n * R)](
-        m, l_sum, acc, out, position, n, room, H, splits, GROUP=R, TOKENS=tokens,
-        **values, BLOCK_S=_padded(splits + 1), CLOSES=closes, num_warps=4,
+        m, l_sum, acc, out, position, n, room, H, splits, closes, GROUP=R, TOKENS=tokens,
+        **values, BLOCK_S=_padded(splits + 1), OPEN=open_room, num_warps=4,
     )  # fmt: skip
     return out

@@ -165,8 +165,9 @@ def step_seconds(caches: list[PathCache], one: Inputs, start: Tensor, steps: int
     def run() -> None:
         for cache in caches:
             cache.tensors["position"].copy_(start)
-        for _ in range(steps):
+        for i in range(steps):
             for cache in caches:
+                cache.closes_in_graph = i + 1 == STEPS
                 attend(cache, one)
 
     numbers = start.cpu()

@@ -60,7 +60,15 @@ class PathCache:
         implementation: as in `path_attention`; "triton" and "auto" on CUDA decode by kernels.
 
     A call that raises CacheError, ValueError or TypeError leaves the cache as it was.
+
+    A CUDA graph holds a step of one token, if the capacity is static. Capture it after steps that
+    closed a group have compiled everything (those of a fork do), with q, k, ... in buffers that
+    stay; then, for each token: `check_room(1)`, fill the buffers, replay, `replayed()`. With
+    `closes_in_graph` set False before a capture, the graph is shorter and serves the steps for
+    which `fills_group` is false, and another one, captured with True, all others.
     """
+
+    closes_in_graph = True
 
     def __init__(
         self,
@@ -89,6 +97,11 @@ class PathCache:
     def open_tokens(self) -> int:
         """The tokens in the open group, which can be taken back."""
         return self.tokens - self.closed * self.spec.group
+
+    @property
+    def fills_group(self) -> bool:
+        """Whether the next token closes a group."""
+        return self.open_tokens + 1 == self.spec.open_room
 
     @property
     def position(self) -> Tensor:
@@ -152,6 +165,17 @@ class PathCache:
         at = self.position + torch.arange(-count, 0, device=self.device)
         rows = ring.index_select(1, at.remainder(ring.shape[1]))
         return rows.masked_fill((at < 0).unsqueeze(-1), 0)
+
+    def conv_start(self, length: int, document_start: Tensor | None = None) -> Tensor | None:
+        """Returns document_start [B, length] of the next tokens, counted from the first of them, as
+        `causal_conv` takes it beside `conv_history`; None if no document ever began.
+        """
+        if document_start is None:
+            if not self.documents:
+                return None
+            last = (self.position - 1).clamp_min(0)
+            document_start = self.tensors["starts"].index_select(1, last).expand(-1, length)
+        return document_start - self.position.to(torch.int32)
 
     def check_room(self, tokens: int) -> None:
         """Raises CapacityError if a static cache has no room for so many more tokens."""

@@ -71,7 +71,7 @@ def _launch(cache: PathCache, inputs: Inputs, scale: float, kernels: ModuleType)
         tokens=spec.group,
         open_room=spec.open_room,
         documents=cache.documents,
-        closing=capturing or closes,
+        closing=cache.closes_in_graph if capturing else closes,
     )
     if not capturing:
         cache.tokens += n

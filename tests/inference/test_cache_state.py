@@ -150,6 +150,24 @@ def test_convolution_in_parts(sizes):
     assert_equal(torch.cat(outs, 1).unsqueeze(2), causal_conv(x, weight).unsqueeze(2))
 
 
+def test_convolution_of_padded_rows():
+    """A row's first tokens do not read the pads before them, whichever call they come in."""
+    inputs, width = inputs_of(30, B=3), 4
+    x, weight = torch.randn(3, 30, 5).double(), torch.randn(5, width).double()
+    start = torch.tensor([0, 7, 9]).unsqueeze(-1)
+    start = torch.where(torch.arange(30) >= start, start, 0).int()
+    cache, outs = cache_for(inputs, conv_channels=5, conv_width=width), []
+    assert cache.conv_start(2) is None
+    for first, stop in ((0, 8), (8, 10), (10, 11), (11, 12), (12, 30)):
+        given = start[:, first:stop] if first < 10 else None
+        relative = cache.conv_start(stop - first, given)
+        history = cache.conv_history()
+        outs.append(causal_conv(x[:, first:stop], weight, relative, history))
+        part = tokens(inputs, first, stop)._replace(document_start=given)
+        append(cache, part, features=x[:, first:stop])
+    assert_equal(torch.cat(outs, 1).unsqueeze(2), causal_conv(x, weight, start).unsqueeze(2))
+
+
 def test_crop_needs_the_convolution_inputs():
     """A cut far back would let the convolution read tokens that were cut away."""
     inputs = inputs_of(64)

@@ -27,6 +27,12 @@ pytest.importorskip("triton")
 
 from path_backend.kernels import decode_launch  # noqa: E402
 
+pytestmark = [
+    pytest.mark.usefixtures("uninitialized_memory_is_nan"),
+    pytest.mark.filterwarnings("ignore:.*eterministic.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning"),
+]
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # On the card the prefill's products have terms of 16 bits; the decode itself is fp32.
 LIMIT = 1e-5 if DEVICE == "cpu" else 1e-3
@@ -162,6 +168,28 @@ def test_what_the_kernels_do_not_decode():
     assert_unchanged(cache, before)
 
 
+def test_full_group_that_no_step_closed(monkeypatch):
+    """A graph captured without closing, replayed when it must close: NaN, and nothing is lost."""
+    step = decode_launch.step
+
+    def never(*arguments, closing, **options):
+        return step(*arguments, closing=False, **options)
+
+    inputs, cache = by_kernels(6, capacity=16, gate=True)
+    appended(cache, inputs, [3])
+    assert cache.fills_group
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_launch, "step", never)
+        append(cache, tokens(inputs, 3, 4))
+        cache.closed -= 1
+        cache.tokens -= 1  # so that the host lets a step pass
+        before = snapshot(cache)
+        assert append(cache, tokens(inputs, 4, 5)).isnan().all()
+    cache.tokens, cache.closed = before[0][:2]
+    assert_unchanged(cache, before)
+    assert cache.tensors["position"].tolist() == [4, 0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_holds_a_step(kind):
@@ -178,18 +206,22 @@ def test_a_graph_holds_a_step(kind):
     warm = cache.fork()
     for _ in range(64):
         append(warm, part)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = append(cache, part)
+    graphs = {}
+    for cache.closes_in_graph in (False, True):
+        graph = graphs[cache.closes_in_graph] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = append(cache, part)
+        graphs[graph] = out
     outs = []
     for i in range(first, 400):
         for place, x in zip(part, tokens(inputs, i, i + 1), strict=True):
             if place is not None:
                 place.copy_(x)
         cache.check_room(1)
+        graph = graphs[cache.fills_group or i % 2 == 0]
         graph.replay()
         cache.replayed()
-        outs.append(out.clone())
+        outs.append(graphs[graph].clone())
     exact = whole(inputs)[:, first:]
     forward = inputs.call(path_attention).double()[:, first:]
     error = (torch.cat(outs, 1).double() - exact).norm()
@@ -203,7 +235,7 @@ def test_a_card_takes_the_kernels(case, capability, tmp_path):
     """Catches what the interpreter lets pass, and a launch that small cards refuse."""
     case = dict(gate=True, documents=True, n=2, **case)
     sizes = numbers_for_card(capability, tmp_path=tmp_path, **case)
-    assert len(sizes) == 5
+    assert len(sizes) == 6
     assert not {name: size for name, size in sizes.items() if size > 99}
 
 
