@@ -185,7 +185,7 @@ def _read_dcp(folder: Path, base: dict[str, Tensor], what: str) -> dict[str, Ten
     found = {
         name: list(getattr(entry, "size", []))
         for name, entry in saved.items()
-        if not name.startswith(evaluate._TRAINER_STATE)
+        if not name.startswith(evaluate.TRAINER_STATE)
     }
     _refuse_others(folder, base, found, what)
     # new memory for each: tied weights share theirs, and those of the checkpoint may differ

@@ -46,7 +46,7 @@ DOCUMENTS = 64  # of each text and length
 # Of a task: 256 sequences of 512 in a forward pass, 8192 drawn at a time. Held out is one sequence
 # in eight, which takes about 60 rounds of drawing however many are asked for.
 TOKENS_PER_PASS, TOKENS_PER_DRAW = 2**17, 2**22
-_TRAINER_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
+TRAINER_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 
 
 @dataclass
@@ -90,7 +90,7 @@ def load_subject(job: JobConfig, checkpoint: Path, longest: int) -> Subject:
         model.init_weights()
     state = model.state_dict()
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    found = {name for name in saved if not name.startswith(_TRAINER_STATE)}
+    found = {name for name in saved if not name.startswith(TRAINER_STATE)}
     if found != state.keys():
         raise ValueError(
             f"{checkpoint} must hold the parameters of {job.model.name} {job.model.flavor} with "

@@ -9,9 +9,10 @@
 
     [task]  # seed and difficulty, see `TaskConfig`
 
-Nothing is downloaded or stored. Tokenizer and vocabulary size follow the dataset; text datasets go
-torchtitan's own way, untouched. Sample i of a set is the same on every layout: ranks and steps take
-samples in turn, so that a step of 64 sequences has the same 64 however they are split.
+Nothing is downloaded or stored. Tokenizer and vocabulary size follow the dataset. Sample i of a set
+is the same on every layout: ranks and steps take samples in turn, so that a step of 64 sequences
+has the same 64 however they are split. Text datasets go torchtitan's own way in training;
+`repairs.validation_data` has their validation.
 """
 
 # No `from __future__ import annotations`: torchtitan merges dataclasses by their fields' types.
@@ -33,7 +34,12 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 from path_backend import tasks
 from path_backend.integration.data.task_error import log_errors
+<<<<<<< HEAD
 from path_backend.integration.torchtitan.substitute import substituted
+=======
+from path_backend.integration.repairs.substitute import substituted
+from path_backend.integration.repairs.validation_data import build_validation_text, weigh_batches
+>>>>>>> data
 from path_backend.tasks import A5WordProblem, FlipFlop, Mqrar, S5Swaps, Stream, Task
 
 assert IGNORE_INDEX == tasks.IGNORE_INDEX
@@ -227,6 +233,13 @@ def _build_dataloader(
     **kwargs,
 ) -> BaseDataLoader:
     if training_task(job_config) is None:
+        workers = job_config.training.dataloader.num_workers
+        if stock is build_text_dataloader and workers > 1:
+            raise ValueError(
+                "training.dataloader.num_workers must be 0 or 1 for text, got "
+                f"{workers}: each worker would give out all sequences again. Set 1 to tokenize "
+                "while the model trains"
+            )
         return stock(dp_world_size=dp_world_size, dp_rank=dp_rank, job_config=job_config, **kwargs)
     return _loader("training", job_config, dp_rank, dp_world_size)
 
@@ -234,10 +247,11 @@ def _build_dataloader(
 def _build_validator(
     stock: Callable[..., BaseValidator], *, job_config: JobConfig, **kwargs
 ) -> BaseValidator:
-    """torchtitan's validator asks one function for its data: for a task, another one answers."""
-    if training_task(job_config) is None:
-        return stock(job_config=job_config, **kwargs)
+    """torchtitan's validator asks one function for its data: here others answer."""
     name = "build_text_validation_dataloader"
+    if training_task(job_config) is None:
+        with substituted(vars(validate), name, build_validation_text):
+            return weigh_batches(stock(job_config=job_config, **kwargs))
     with substituted(vars(validate), name, _build_validation_dataloader):
         return log_errors(stock(job_config=job_config, **kwargs))
 

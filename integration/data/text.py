@@ -10,9 +10,9 @@ The documents are sorted by the SHA-256 of their module name, which shuffles the
 every rank. Names whose digest starts low (about one in ten) are `python_stdlib_validation`, the
 held-out part; adding or removing other modules moves no document across that line.
 
-Sharding by rank, packing into sequences and resuming are torchtitan's own: each part is a map-style
-`datasets.Dataset`, as torchtitan's `c4_test` is. Every data-parallel rank needs at least one
-document of the part it reads.
+In training, sharding by rank, packing into sequences and resuming are torchtitan's own: each part
+is a map-style `datasets.Dataset`, as torchtitan's `c4_test` is, and every data-parallel rank needs
+at least one document. `repairs.validation_data` shares out validation.
 
 `fineweb_edu` is the Hub's sample of 100B tokens, streamed. Nothing is asked of the network before a
 job loads it.

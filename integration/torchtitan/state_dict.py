@@ -39,6 +39,11 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
     class PathAdapter(stock_cls):
         _exported: dict[str, Any]  # what to_hf returned, until it is loaded
 
+        @property
+        def _rope(self) -> bool:
+            path = self.model_args.path  # None before the job's configuration is read
+            return path is not None and path.rope
+
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
             """Raises ValueError for a parameter without a name there (Qwen3's would drop it)."""
             ours, stock = _split(state_dict, OURS)
@@ -103,11 +108,11 @@ def _adapter_class(stock_cls: type[BaseStateDictAdapter]) -> type[BaseStateDictA
         # Llama's adapter calls them for wq and wk; Qwen3's has none.
         def _permute(self, weight, *shape):
             permute = getattr(super(), "_permute", None)
-            return permute(weight, *shape) if permute and self.model_args.path.rope else weight
+            return permute(weight, *shape) if permute and self._rope else weight
 
         def _reverse_permute(self, weight, *shape):
             permute = getattr(super(), "_reverse_permute", None)
-            return permute(weight, *shape) if permute and self.model_args.path.rope else weight
+            return permute(weight, *shape) if permute and self._rope else weight
 
         def _place_in_files(self, exported: dict[str, Any]) -> None:
             """Put each new parameter into the file of its layer's q_proj, if there are files."""

@@ -7,12 +7,13 @@ grouped queries meet their shared key in one matrix product and k, v are never e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from path_backend.kernels.constants import CLOSED_GATE, LN_2
 
 # Logits in flight. 2^21 fp32 values are 8 MiB: the four tiles of the backward stay near the cache.
 TILE_ELEMENTS = 2**21
@@ -20,7 +21,7 @@ TILE_ELEMENTS = 2**21
 
 # Log of what a gate keeps at least, as in the kernels: fp32 has no such weight, and sums that held
 # the log of a smaller one would have fewer digits left for other tokens.
-CLOSED = -512 * math.log(2)
+CLOSED = CLOSED_GATE * LN_2
 
 
 def cumulative_gate(log_gate: Tensor, dim: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The offline dataset and tokenizer, through torchtitan's own data loaders."""
 
+import pickle
 import socket
 from itertools import islice
 from pathlib import Path
@@ -12,9 +13,12 @@ pytest.importorskip("torchtitan")
 from torchtitan.components.tokenizer import HuggingFaceTokenizer  # noqa: E402
 from torchtitan.config import JobConfig  # noqa: E402
 from torchtitan.hf_datasets import text_datasets  # noqa: E402
+from torchtitan.models import llama3  # noqa: E402
 
 from path_backend.integration.data import text  # noqa: E402
+from path_backend.integration.data.hub_tokenizer import TextTokenizer  # noqa: E402
 from path_backend.integration.data.make_tokenizer import BOS, EOS, VOCAB_SIZE  # noqa: E402
+from path_backend.integration.torchtitan.train_spec import wrap_train_spec  # noqa: E402
 
 SEQ_LEN = 512
 
@@ -161,6 +165,37 @@ def test_tokenizer_marks_both_ends_of_a_document(tokenizer):
     assert ids[0] == tokenizer.bos_id == 0
     assert ids[-1] == tokenizer.eos_id == 1
     assert not {0, 1} & set(ids[1:-1])
+
+
+def test_text_that_spells_a_special_token_is_text(tokenizer):
+    """A document that quotes the end-of-text token, cut there: attention would stop inside it."""
+    quoting = f"a = '{EOS}'\nb = '{BOS}'\n"
+    assert tokenizer.encode(quoting).count(tokenizer.eos_id) == 1  # torchtitan's
+    ours = TextTokenizer(str(text.TOKENIZER_DIR))
+    for copy in (ours, pickle.loads(pickle.dumps(ours))):  # as a worker process has it
+        ids = copy.encode(quoting, add_bos=True, add_eos=True)
+        assert (ids[0], ids[-1]) == (copy.bos_id, copy.eos_id)
+        assert not {copy.bos_id, copy.eos_id} & set(ids[1:-1])
+        assert copy.decode(ids[1:-1]) == quoting
+    assert ours.encode("plain") == tokenizer.encode("plain")
+
+
+def test_a_job_reads_such_text_from_its_data(tmp_path):
+    """A tokenizer that is right and not the one that a job gets."""
+    (tmp_path / "m0.py").write_text(f"a = '{EOS}'\n")
+    assert not text.is_held_out("m0")
+    job = JobConfig()
+    job.model.hf_assets_path = str(text.TOKENIZER_DIR)
+    job.training.dataset, job.training.dataset_path = text.TRAINING, str(tmp_path)
+    job.training.seq_len, job.training.local_batch_size = 64, 1
+    spec = wrap_train_spec(llama3.get_train_spec())
+    tokenizer = spec.build_tokenizer_fn(job)
+    loader = spec.build_dataloader_fn(
+        dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=job
+    )
+    ids = next(iter(loader))[0]["input"][0].tolist()
+    ends = [i for i, token in enumerate(ids[:-1]) if token == tokenizer.eos_id]
+    assert ends and all(ids[i + 1] == tokenizer.bos_id for i in ends)
 
 
 def test_tokenizer_fits_the_debug_flavours():

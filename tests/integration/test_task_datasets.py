@@ -254,8 +254,44 @@ def test_wrong_table(tmp_path, lines, message):
         parse(config=config)
 
 
+def test_workers_that_repeat_text_are_refused():
+    """Half of the text twice: torchtitan 0.2.2 gives each of two workers all of it."""
+    text = ("--training.dataset=python_stdlib", "--validation.no_enable")
+    message = "training.dataloader.num_workers must be 0 or 1 for text, got 2: .* Set 1 to"
+    with pytest.raises(ValueError, match=message):
+        loader(parse(*text, "--training.dataloader.num_workers=2"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_text_of_a_worker_is_that_of_none(workers):
+    """A worker that is allowed and gives out other text, or starts again after a resume."""
+    job = parse(
+        *("--training.dataset=python_stdlib", "--validation.no_enable", "--training.seq_len=64"),
+        *("--training.local_batch_size=2", f"--training.dataloader.num_workers={workers}"),
+        f"--model.hf_assets_path={ROOT}/integration/assets/tokenizer",
+    )
+
+    def text_loader():
+        tokenizer = spec().build_tokenizer_fn(job)
+        return spec().build_dataloader_fn(
+            dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=job
+        )
+
+    first = text_loader()
+    batches = iter(first)
+    before = list(islice(batches, 2))
+    state = first.state_dict()
+    job.training.dataloader.num_workers = 0
+    expected = rows(islice(text_loader(), 4))
+    job.training.dataloader.num_workers = workers
+    restored = text_loader()
+    restored.load_state_dict(state)
+    assert torch.equal(rows([*before, *islice(restored, 2)]), expected)
+    assert len(expected.unique(dim=0)) == 8
+
+
 def test_text_goes_the_stock_way():
-    """A text dataset that meets our tokenizer, loader or validator."""
+    """A text dataset that meets the tokenizer, loader or validator of the tasks."""
     calls = []
 
     def record(name):
