@@ -11,7 +11,7 @@ from typing import NoReturn
 
 COMMANDS = {  # name: (module of integration/commands, what it does)
     "evaluate": ("evaluate", "evaluate a checkpoint: errors on a task, perplexity over the length"),
-    "convert": "make the starting checkpoint of a PaTH job from its base model's",
+    "convert": ("convert", "make the starting checkpoint of a PaTH job from its base model's"),
     "experiments": ("experiments", "train and evaluate a list of jobs on the GPUs of this machine"),
     "report": ("report", "tables and pictures of the experiments' results"),
     "fla": ("fla_checkpoint", "export to and import from flash-linear-attention's checkpoints"),

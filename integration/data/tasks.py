@@ -34,12 +34,8 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 from path_backend import tasks
 from path_backend.integration.data.task_error import log_errors
-<<<<<<< HEAD
-from path_backend.integration.torchtitan.substitute import substituted
-=======
-from path_backend.integration.repairs.substitute import substituted
 from path_backend.integration.repairs.validation_data import build_validation_text, weigh_batches
->>>>>>> data
+from path_backend.integration.torchtitan.substitute import substituted
 from path_backend.tasks import A5WordProblem, FlipFlop, Mqrar, S5Swaps, Stream, Task
 
 assert IGNORE_INDEX == tasks.IGNORE_INDEX
