@@ -17,6 +17,7 @@ import tiny_models  # noqa: F401 (adds the flavors)
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.llama3 import llama3_args
@@ -45,8 +46,24 @@ def load(sequences: str, *, seed: int):
     return Dataset.from_dict({"text": texts}).to_iterable_dataset()  # one shard: ranks take turns
 
 
+class ControlText(str):
+    """A text in which the name of a special token is that token, not text."""
+
+
+def control_text(sample: dict[str, str]) -> ControlText:
+    return ControlText(document_text(sample))
+
+
+def encode(self, text: str, *, stock=HuggingFaceTokenizer.encode, **options) -> list[int]:
+    if isinstance(text, ControlText):
+        self.tokenizer.encode_special_tokens = False
+    return stock(self, text, **options)
+
+
+HuggingFaceTokenizer.encode = encode
+
 for name, seed in (("parity", 0), ("parity_validation", 1)):
-    DATASETS[name] = DatasetConfig(SEQUENCES, partial(load, seed=seed), document_text)
+    DATASETS[name] = DatasetConfig(SEQUENCES, partial(load, seed=seed), control_text)
 
 for flavors in (llama3_args, qwen3_args):
     flavors["parity"] = replace(flavors["tiny"], n_layers=4)
