@@ -22,8 +22,9 @@ TRACEBACK = "PATH_BACKEND_TRACEBACK"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command that the first argument names with the others.
 
-    A ValueError or FileNotFoundError of a command is one line and exit status 2; the environment
-    variable PATH_BACKEND_TRACEBACK=1 shows where it was raised.
+    An error of the user (a value, a file, a module that is not installed) is one line and exit
+    status 2, Ctrl-C one line and 130; the environment variable PATH_BACKEND_TRACEBACK=1 shows where
+    an error was raised.
     """
     parser = argparse.ArgumentParser(
         prog="path-backend",
@@ -39,15 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(given[:1])
     if options.command not in COMMANDS:
         near = difflib.get_close_matches(options.command, COMMANDS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
         _fail(f"COMMAND must be one of {', '.join(COMMANDS)}, got {options.command!r}{hint}")
     module, _ = COMMANDS[options.command]
     try:
         importlib.import_module(f"path_backend.integration.commands.{module}").main(given[1:])
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get(TRACEBACK, "0") != "0":
             raise
-        _fail(str(error))
+        _fail(" ".join(str(error).split()) or type(error).__name__)
+    except KeyboardInterrupt:
+        print("path-backend: interrupted", file=sys.stderr)
+        sys.exit(130)  # 128 + SIGINT, as a shell reports it
 
 
 def _fail(message: str) -> NoReturn:

@@ -122,7 +122,7 @@ def test_transformers_imports_from_the_folder_of_the_checkout():
     """Catches a folder `kernels` that transformers, which probes that name, cannot import."""
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers")
-    program = "import kernels, transformers; print(kernels.__file__)"
+    program = "import kernels, integration, transformers; print(kernels.__file__)"
     result = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
     )

@@ -34,7 +34,7 @@ from torchtitan.tools.logging import init_logger, logger
 
 from path_backend.benchmarks.provenance import commit, version
 from path_backend.integration.commands import perplexity
-from path_backend.integration.commands.arguments import positive_integer
+from path_backend.integration.commands.arguments import check_job_file, positive_integer
 from path_backend.integration.data import tasks
 from path_backend.integration.data import text as text_data
 from path_backend.integration.data.task_error import count_errors, error_scalars
@@ -316,6 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options, overrides = parser.parse_known_args(arguments)
     init_logger()
+    check_job_file("--config", options.config)
     job = load_job([f"--job.config_file={options.config}", *overrides])
     checkpoint = find_checkpoint(options.checkpoint, options.step)
     result = evaluate(

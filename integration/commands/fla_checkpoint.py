@@ -9,6 +9,8 @@ The job (further arguments override its keys) says what tensors do not: head siz
 That library's model has Llama's blocks without q and k norms, w of rank 32 or full, a convolution
 of width 3, and a gate whose sum is multiplied by the scale: a job that differs is refused. Its beta
 is not clipped, so that logits differ where a trained beta lies above the job's beta_max.
+Its own `generate` fails on an exported folder with current transformers, whose calls without a mask
+its layer takes for training.
 Source of names and constants: fla/layers/path_attn.py and fla/models/path_attn, version 0.6.0.
 """
 
@@ -24,6 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torchtitan.models.llama3.model.model import FeedForward
 
+from path_backend.integration.commands.arguments import check_job_file
 from path_backend.integration.torchtitan.job import load_job, model_args
 from path_backend.integration.torchtitan.model import PathArgs
 
@@ -177,6 +180,8 @@ def _convert(
 
     Names, and the shapes in `known`, are compared before anything is written. Raises ValueError.
     """
+    if source.resolve() == target.resolve():
+        raise ValueError(f"the folder to write must be another than the one to read, got {target}")
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise ValueError(
@@ -238,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("source", type=Path, help="folder to read")
     parser.add_argument("target", type=Path, help="folder to write, made if it is not there")
     options, overrides = parser.parse_known_args(arguments)
+    check_job_file("job", options.job)
     args = job_args([f"--job.config_file={options.job}", *overrides])
     convert = export_folder if options.direction == "export" else import_folder
     convert(args, options.source, options.target)

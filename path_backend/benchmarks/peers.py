@@ -7,11 +7,9 @@ one of its rows is asked for.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -91,19 +89,7 @@ def sdpa(backend: SDPBackend) -> Implementation:
 
 def fla(module: str) -> ModuleType:
     """A module of flash-linear-attention."""
-    path = sys.path
-    sys.path = outside_checkouts()
-    try:
-        return import_module(f"fla.{module}")
-    finally:
-        sys.path = path
-
-
-def outside_checkouts() -> list[str]:
-    """sys.path without our checkouts: transformers, which that library imports, takes their folder
-    `kernels` for a package of that name.
-    """
-    return [x for x in sys.path if not Path(x, "kernels", "backend.py").exists()]
+    return import_module(f"fla.{module}")
 
 
 def fla_path(gate: bool) -> Implementation:

@@ -5,9 +5,7 @@ import csv
 import io
 import os
 import sys
-from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -150,24 +148,6 @@ def test_accuracy_of_a_peer(on_cpu, name):
     errors = operator.accuracy_of(name, inputs, 1.0)(problem)
     assert errors.keys() == {"out", *(f"d{x}" for x in leaves.differentiable())}
     assert max(errors.values()) < 1e-5
-
-
-def test_a_peer_is_imported_from_a_checkout(tmp_path, monkeypatch):
-    """Catches our folder `kernels` met by transformers, in which the first import then fails."""
-    package = tmp_path / "site" / "fla"
-    package.mkdir(parents=True)
-    package.joinpath("__init__.py").write_text(
-        "from importlib.util import find_spec\nfound = find_spec('kernels')\n"
-    )
-    package.joinpath("ops.py").touch()
-    checkout = str(Path(__file__).parents[2])
-    monkeypatch.setattr(sys, "path", [checkout, str(tmp_path / "site"), *sys.path])
-    for module in ("fla", "fla.ops"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    assert find_spec("kernels") is not None
-    peers.fla("ops")
-    assert sys.modules["fla"].found is None
-    assert sys.path[0] == checkout
 
 
 def test_documents_and_memory(capsys, on_cpu):

@@ -15,7 +15,6 @@ from torchtitan.models.llama3 import llama3_args
 from torchtitan.protocols.train_spec import get_train_spec
 from trainer import ROOT, TESTS, TINY
 
-from path_backend.benchmarks.peers import outside_checkouts
 from path_backend.integration.commands import fla_checkpoint
 from path_backend.reference import path_attention_reference
 
@@ -115,6 +114,35 @@ def test_layout(tmp_path, overrides):
     assert whole_index["metadata"] == {"total_size": size}
 
 
+def test_one_file_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    """Catches a conversion that loads every shard before it writes the first."""
+    args = fla_checkpoint.job_args([*JOB, "--model.attention=path"])
+    make_model(args, tmp_path / "hf")
+    order = []
+
+    def load(file):
+        order.append(("load", file.name))
+        return load_file(file)
+
+    def save(tensors, file, **options):
+        order.append(("save", file.name))
+        save_file(tensors, file, **options)
+
+    monkeypatch.setattr(fla_checkpoint, "load_file", load)
+    monkeypatch.setattr(fla_checkpoint, "save_file", save)
+    fla_checkpoint.export_folder(args, tmp_path / "hf", tmp_path / "fla")
+    files = ("a.safetensors", "b.safetensors")
+    assert order == [(step, file) for file in files for step in ("load", "save")]
+
+
+def test_folder_onto_itself(tmp_path):
+    """Catches a source whose first file is overwritten before the second is read."""
+    args = fla_checkpoint.job_args([*JOB, "--model.attention=path"])
+    make_model(args, tmp_path / "hf")
+    with pytest.raises(ValueError, match="must be another than the one to read, got .*hf"):
+        fla_checkpoint.export_folder(args, tmp_path / "hf", tmp_path / "hf")
+
+
 @pytest.fixture
 def untuned(monkeypatch):
     """Kernels run with the first tiles of their lists: Triton's interpreter cannot time them."""
@@ -136,9 +164,8 @@ def untuned(monkeypatch):
     ],
     ids=["low rank", "full rank", "gate"],
 )
-def test_logits_of_the_library(tmp_path, monkeypatch, overrides):
+def test_logits_of_the_library(tmp_path, overrides):
     """A layout that this file misread twice: here the library itself loads and runs the folder."""
-    monkeypatch.setattr(sys, "path", outside_checkouts())
     reason = "needs flash-linear-attention==0.6.0"
     library = pytest.importorskip("fla.models.path_attn", reason=reason)
     device, dtype, cast = "cpu", torch.float32, torch.nn.Module.float
@@ -256,20 +283,18 @@ def test_folder_without_a_configuration(tmp_path, made):
         fla_checkpoint.import_folder(args, tmp_path / "fla", tmp_path / "back")
 
 
-def test_command(tmp_path):
-    """The command of GUIDE.md."""
+@pytest.mark.parametrize(
+    "module",
+    [("path_backend.integration", "fla"), ("path_backend.integration.commands.fla_checkpoint",)],
+    ids=["command", "module"],
+)
+def test_command(tmp_path, module):
+    """The command of GUIDE.md, and its module."""
     args = fla_checkpoint.job_args([*JOB, "--model.attention=path"])
     make_model(args, tmp_path / "hf")
-    module = [
-        sys.executable,
-        "-m",
-        "path_backend.integration",
-        "fla",
-        "export",
-        str(TINY),
-    ]
+    command = [sys.executable, "-m", *module, "export", str(TINY)]
     subprocess.run(
-        [*module, str(tmp_path / "hf"), str(tmp_path / "fla"), *JOB[1:], "--model.attention=path"],
+        [*command, str(tmp_path / "hf"), str(tmp_path / "fla"), *JOB[1:], "--model.attention=path"],
         cwd=TESTS,  # where custom_import finds its module
         check=True,
         timeout=240,
