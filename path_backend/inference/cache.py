@@ -17,6 +17,7 @@ Tensors by name; B rows, N tokens of room, G of a group, O of the open one:
     open_keys     [B, H, O, D]                  keys of the open tokens at the last token
     open_product  [B, H, D, D]                  P_open
     open_gate     [B, HQ, O + 1] fp64           log gates from the first token, [0] before the open
+    key_size      [B, H]                        largest |k| so far, where gates prune
     features      [B, O + width - 1, C]         inputs of the convolution, token t at t mod the size
     position      [2] int64                     tokens and closed groups, on the device
 """
@@ -428,6 +429,7 @@ def _allocate(
         table["gate_end"] = ((HQ, groups), exact)
         table["gate_after"] = ((HQ, room), precise)
         table["open_gate"] = ((HQ, open_room + 1), exact)
+        table["key_size"] = ((H,), precise)
     if spec.conv_channels:
         table["features"] = ((open_room + spec.history, spec.conv_channels), spec.dtype)
     tensors = {

@@ -44,6 +44,12 @@ def document_starts(cache: PathCache, inputs: Inputs) -> Tensor | None:
     return cache.tensors["starts"][:, cache.tokens - 1 : cache.tokens].expand(B, n)
 
 
+def note_key_size(cache: PathCache, k: Tensor) -> None:
+    """Keeps the largest |k| of each head, of new keys k [B, n, H, D] too."""
+    size, precise = cache.tensors["key_size"], cache.spec.precise
+    torch.maximum(size, k.to(precise).norm(dim=-1).amax(1), out=size)
+
+
 def check_starts(cache: PathCache, starts: Tensor) -> None:
     """Raises ValueError at the first document start that cannot follow those in the cache."""
     n, tokens = starts.shape[1], cache.tokens
@@ -123,6 +129,7 @@ def append_tokens(cache: PathCache, inputs: Inputs, backend: Any) -> None:
     raw = {name: torch.cat([t[name][:, :, :count], x], 2) for name, x in new.items()}
     sums = None
     if inputs.log_gate is not None:
+        note_key_size(cache, inputs.k)
         gates = summed_gates(cache, inputs.log_gate)
         sums = torch.cat([t["open_gate"][:, :, : count + 1], gates], -1)
     close(cache, raw, sums, n, backend)

@@ -289,6 +289,7 @@ def test_refused_specs():
         (dict(heads=3), "heads must divide query_heads"),
         (dict(group=0), "group must be at least 1, got 0"),
         (dict(capacity=0), "capacity must be at least 1"),
+        (dict(prune=-1.0), "prune must not be negative"),
         (dict(rollback_window=-1), "rollback_window must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):

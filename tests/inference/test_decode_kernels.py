@@ -1,6 +1,8 @@
 """The kernels of a decode step against the training forward; in the interpreter without a GPU."""
 
+import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,7 +32,9 @@ from path_backend.kernels import decode_launch  # noqa: E402
 pytestmark = [
     pytest.mark.usefixtures("uninitialized_memory_is_nan"),
     pytest.mark.filterwarnings("ignore:.*eterministic.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:(invalid value|divide by zero|All-NaN slice):RuntimeWarning"
+    ),
 ]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,6 +144,36 @@ def test_no_room_on_the_device():
     assert_unchanged(cache, before)
 
 
+@pytest.mark.parametrize("kind", ["path_fox", "fox"])
+def test_pruning(kind):
+    """Groups that gates hide are not read: NaN in their values stays unseen. One group nearer, and
+    the NaN is seen; without pruning any is. What is left out is less than the margin allows.
+    """
+    margin, T = 3.0, 45
+    inputs, cache = by_kernels(T, HQ=2, H=1, gate=True, w=None if kind == "fox" else "random")
+    cache.spec = dataclasses.replace(cache.spec, prune=margin)
+    inputs = inputs._replace(log_gate=torch.full_like(inputs.log_gate, -0.9))
+    continued(cache, tokens(inputs, 0, T - 1), T - 2)
+    last = tokens(inputs, T - 1, T)
+    scale, k = 8**-0.5, inputs.k[0, :, 0]
+    q = last.q[0, 0]
+    most = q.norm(dim=-1) * k.norm(dim=-1).max() * scale
+    slack = (q @ k[-1] * scale - most - math.log(T) - margin).min().item()
+    ends = torch.arange(1, cache.closed + 1) * cache.spec.group
+    hidden = int((-0.9 * (T - ends) <= slack).sum())
+    assert 0 < hidden < cache.closed
+    places = hidden * cache.spec.group
+    unseen = cache.fork()
+    unseen.tensors["v"][:, :, :places] = torch.nan
+    out, exact = append(unseen, last).double(), whole(inputs)[:, -1:]
+    assert (out - exact).abs().max() <= 2 * math.exp(-margin) * inputs.v.abs().max()
+    for spec, count in ((cache.spec, places + 1), (dataclasses.replace(cache.spec, prune=None), 1)):
+        seen = cache.fork()
+        seen.spec = spec
+        seen.tensors["v"][:, :, count - 1] = torch.nan
+        assert append(seen, last).isnan().any()
+
+
 def test_half_precision():
     """fp16 tokens: an error at most 1.5 times that of the training forward."""
     inputs = inputs_of(60, HQ=2, H=1, D=32, dtype=torch.float16, device=DEVICE)
@@ -235,7 +269,7 @@ def test_a_card_takes_the_kernels(case, capability, tmp_path):
     """Catches what the interpreter lets pass, and a launch that small cards refuse."""
     case = dict(gate=True, documents=True, n=2, **case)
     sizes = numbers_for_card(capability, tmp_path=tmp_path, **case)
-    assert len(sizes) == 6
+    assert len(sizes) == (7 if case["dtype"] == "bfloat16" else 6)
     assert not {name: size for name, size in sizes.items() if size > 99}
 
 
