@@ -20,6 +20,11 @@ hold a step. Products and open keys are fp32; `PRECISION` is that of products wi
 import triton
 import triton.language as tl
 
+from . import constants
+
+LOG2_E = tl.constexpr(constants.LOG2_E)
+CLOSED = tl.constexpr(constants.CLOSED_GATE * constants.LN_2)
+
 RUNTIME = ["n", "room", "groups", "splits", "slots", "pairs", "H", "closes"]
 """Numbers of a step and of a cache: one version of a kernel serves all."""
 
@@ -166,12 +171,12 @@ def _open_attention(
         logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
         if HAS_GATE:
             g = tl.load(log_gate_ptr + at * GROUP + r, mask=in_group, other=0.0)
-            gate += tl.maximum(g.to(tl.float64), -354.891356446692)  # log of 2^-512
+            gate += tl.maximum(g.to(tl.float64), CLOSED)
             tl.store(open_gate_ptr + head * (OPEN + 1) + slot + 1, gate, mask=in_group)
             gates = tl.where((row == slot)[None, :], gate[:, None], gates)
             length = tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 0))
             tl.store(key_size_ptr + bh, tl.maximum(tl.load(key_size_ptr + bh), length))
-            logits += (gate[:, None] - gates).to(tl.float32) * 1.4426950408889634
+            logits += (gate[:, None] - gates).to(tl.float32) * LOG2_E
         seen = row <= slot
         if HAS_DOC:
             seen = seen & (first + row >= start)
@@ -334,7 +339,7 @@ def attend_kernel(
                     ends_ptr = gate_end_ptr + head[:, None] * groups + column[None, :] // TOKENS
                     to_ends = gate[:, None] - tl.load(ends_ptr, mask=seen, other=0.0)
                     after += to_ends.to(tl.float32)
-                logits += after * 1.4426950408889634
+                logits += after * LOG2_E
             if HAS_DOC:
                 seen = seen & (column[None, :] >= start[:, None])
             logits = tl.where(seen, logits, float("-inf"))

@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor
 
+from .constants import LOG2_E
 from .decode import (
     attend_kernel,
     carry_kernel,
@@ -20,8 +21,6 @@ MAX_ROWS = 64
 
 MAX_HEAD_DIM = 128
 """Widths of products, keys and values that the programs hold."""
-
-LOG2_E = 1.4426950408889634
 
 
 def _padded(width: int, least: int = 16) -> int:

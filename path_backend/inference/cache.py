@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from path_backend.arguments import Inputs, prepare
+from path_backend.checks import check_values
 from path_backend.inference import closed as forms
 from path_backend.inference.decode import decode
 from path_backend.inference.prefill import check_starts, prefill
@@ -41,6 +42,7 @@ from path_backend.inference.spec import (
     CapacityError,
     RollbackError,
 )
+from path_backend.precision import without_autocast
 
 STATE_VERSION = 1
 DECODE_TOKENS = 16
@@ -149,12 +151,13 @@ class PathCache:
         self._check_features(inputs, features)
         if q.device != self.device:
             raise CacheMismatchError(f"the cache is on {self.device}, the tokens are on {q.device}")
+        check_values(inputs._replace(document_start=None))
         if document_start is not None and document_start.device.type == "cpu":
             check_starts(self, document_start)
         length = q.shape[1]
         self.check_room(length)
         self._grow(self.tokens + length)
-        with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
+        with without_autocast(q), torch.cuda.device_of(q):
             many = length > DECODE_TOKENS or (self.tokens == 0 and length > 1)
             out = (prefill if many else decode)(self, inputs, scale)
             self._remember(features)

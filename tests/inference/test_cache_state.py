@@ -209,6 +209,11 @@ REFUSED = {
     "w alone": (lambda x: x._replace(beta=None), ValueError, "must come together"),
     "a start ahead": (_start_ahead, ValueError, "got 99 at token 21 after 0"),
     "a start of the past": (_start_back, ValueError, "got 8 at token 21 after 9"),
+    "a gate above one": (
+        lambda x: x._replace(log_gate=x.log_gate + 30),
+        ValueError,
+        "log_gate must be finite and <= 0",
+    ),
     "too many": (_seven_times, CapacityError, "room for 40 tokens and holds 21, got 21 more"),
 }
 
