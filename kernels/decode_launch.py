@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from .decode import (
 )
 from .decode_close import merge_kernel, suffix_kernel
 
-MAX_ROWS = 64
-"""Query rows (tokens times heads of a group) that one tile of the attention holds."""
+MAX_ROWS = 32
+"""Query rows (tokens times heads of a group) that one tile of the attention holds: with 64 of them
+it takes 121 to 145 KiB of shared memory, and small cards have 99.
+"""
 
 MAX_HEAD_DIM = 128
 """Widths of products, keys and values that the programs hold."""
@@ -36,6 +39,13 @@ def _processors(device: torch.device) -> int:
 
 def unsupported_reason(spec, device: torch.device) -> str | None:
     """Why the kernels do not decode from a cache of this spec, or None if they do."""
+    if device.type == "cuda":
+        if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+            return "they need an NVIDIA GPU of compute capability 8.0 or newer"
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the cache is on {device}; the kernels need CUDA, or TRITON_INTERPRET=1"
+    elif spec.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly (seen in 3.7.1 and 3.9)"
     if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"dtype {spec.dtype} is not bfloat16, float16 or float32"
     if spec.reflections and spec.form != "dyadic":

@@ -183,17 +183,27 @@ def test_half_precision():
     assert (out - exact).norm() <= 1.5 * (forward - exact).norm()
 
 
-def test_what_the_kernels_do_not_decode():
+def test_what_the_kernels_do_not_decode(monkeypatch):
     """ "triton" says why; "auto" falls back to plain torch."""
     for change, message in (
         (dict(form="paged"), "they know dyadic"),
         (dict(dtype=torch.float64), "float64 is not"),
         (dict(head_dim=256), "a head is 256 wide"),
-        (dict(query_heads=260), "130 query heads share"),
+        (dict(query_heads=66), "33 query heads share"),
     ):
         fields = dict(query_heads=2, heads=2, head_dim=8, value_dim=8, dtype=torch.float32)
         spec = CacheSpec(**{**fields, **change})
         assert message in decode_launch.unsupported_reason(spec, torch.device(DEVICE))
+    spec = CacheSpec(2, 2, 8, 8, torch.float32)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    reason = decode_launch.unsupported_reason(spec, torch.device("cpu"))
+    assert "need CUDA, or TRITON_INTERPRET=1" in reason
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spec = dataclasses.replace(spec, dtype=torch.bfloat16)
+    assert "bfloat16 wrongly" in decode_launch.unsupported_reason(spec, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert "8.0 or newer" in decode_launch.unsupported_reason(spec, torch.device("cuda"))
+    monkeypatch.undo()
     inputs = inputs_of(3, dtype=torch.float32, device=DEVICE)
     cache = cache_for(inputs, form="paged", implementation="triton")
     before = snapshot(cache)
@@ -267,7 +277,7 @@ def test_a_graph_holds_a_step(kind):
 @pytest.mark.parametrize("case", [dict(dtype="bfloat16"), dict(dtype="float32")], ids=str)
 def test_a_card_takes_the_kernels(case, capability, tmp_path):
     """Catches what the interpreter lets pass, and a launch that small cards refuse."""
-    case = dict(gate=True, documents=True, n=2, **case)
+    case = dict(gate=True, documents=True, n=decode_launch.MAX_ROWS // 4, **case)  # HQ / H = 4
     sizes = numbers_for_card(capability, tmp_path=tmp_path, **case)
     assert len(sizes) == (7 if case["dtype"] == "bfloat16" else 6)
     assert not {name: size for name, size in sizes.items() if size > 99}
