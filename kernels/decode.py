@@ -1,11 +1,12 @@
 """A decode step in the dyadic form of path_backend.inference, which names the tensors of a cache.
 
-Six kernels, in order; B * H pairs of a row and a key/value head are `bh`, a query row of one is
+Seven kernels, in order; B * H pairs of a row and a key/value head are `bh`, a query row of one is
 (token, query head), M = n * R of them:
 
     open_kernel      the open group takes n tokens: P_open, open keys, x = P_open q, and attention
                      to the open keys, which is the last of the splits
     carry_kernel     x in the frame of each block, by the suffix products
+    reach_kernel     the closed groups that a forget gate hides from all rows of a head
     attend_kernel    attention of x to a split of the closed keys, in the frame of each block
     suffix_kernel    if the group became full: suffix products <- suffix P_open
     merge_kernel     if it did: keys of the blocks that merge, and the merged block's product
@@ -18,6 +19,11 @@ hold a step. Products and open keys are fp32; `PRECISION` is that of products wi
 
 import triton
 import triton.language as tl
+
+from . import constants
+
+LOG2_E = tl.constexpr(constants.LOG2_E)
+CLOSED = tl.constexpr(constants.CLOSED_GATE * constants.LN_2)
 
 RUNTIME = ["n", "room", "groups", "splits", "slots", "pairs", "H", "closes"]
 """Numbers of a step and of a cache: one version of a kernel serves all."""
@@ -41,29 +47,12 @@ def load_matrix(ptr, rows, columns, WIDTH: tl.constexpr, limit):
     return tl.load(ptr + rows[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
-def times(
-    x_ptr, y_ptr, rows, limit, HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """x[rows] @ y in fp32: x [limit, D] of any dtype, y [D, D] fp32."""
-    SLICE: tl.constexpr = 32 if BLOCK_D > 32 else BLOCK_D
-    columns = tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    for first in range(0, BLOCK_D, SLICE):
-        inner = first + tl.arange(0, SLICE)
-        x = load_matrix(x_ptr, rows, inner, HEAD_DIM, limit).to(tl.float32)
-        y = load_matrix(y_ptr, inner, columns, HEAD_DIM, HEAD_DIM)
-        total = tl.dot(x, y, total, input_precision=PRECISION)
-    return total
-
-
 @kernel
 def open_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, position_ptr, keys_ptr,
     values_ptr, gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr, raw_beta_ptr,
-    open_keys_ptr, open_product_ptr, open_gate_ptr, x_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups,
-    scale, H, splits, closes, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    open_keys_ptr, open_product_ptr, open_gate_ptr, key_size_ptr, x_ptr, m_ptr, l_ptr, acc_ptr, n,
+    room, groups, scale, H, splits, closes, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
     TOKENS: tl.constexpr, OPEN: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr,
     REFLECTIONS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr,
@@ -79,10 +68,10 @@ def open_kernel(
             _open_attention(
                 q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, keys_ptr,
                 values_ptr, gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr,
-                raw_beta_ptr, open_keys_ptr, open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups,
-                scale, H, splits, closes, bh, tokens, closed, count, GROUP, HEAD_DIM, HEAD_DIM_V,
-                BLOCK_D, BLOCK_DV, BLOCK_R, TOKENS, OPEN, BLOCK_O, REFLECTIONS, HAS_GATE, HAS_DOC,
-                START_GIVEN, PRECISION,
+                raw_beta_ptr, open_keys_ptr, open_gate_ptr, key_size_ptr, m_ptr, l_ptr, acc_ptr, n,
+                room, groups, scale, H, splits, closes, bh, tokens, closed, count, GROUP,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_R, TOKENS, OPEN, BLOCK_O,
+                REFLECTIONS, HAS_GATE, HAS_DOC, START_GIVEN, PRECISION,
             )  # fmt: skip
         elif REFLECTIONS:
             rows = (tl.program_id(1) - 1) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -128,10 +117,10 @@ def _open_product(
 def _open_attention(
     q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, log_gate_ptr, start_ptr, keys_ptr, values_ptr,
     gate_end_ptr, gate_after_ptr, starts_ptr, raw_k_ptr, raw_w_ptr, raw_beta_ptr, open_keys_ptr,
-    open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, closes, bh, tokens,
-    closed, count, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr,
-    OPEN: tl.constexpr, BLOCK_O: tl.constexpr, REFLECTIONS: tl.constexpr,
+    open_gate_ptr, key_size_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, closes,
+    bh, tokens, closed, count, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
+    TOKENS: tl.constexpr, OPEN: tl.constexpr, BLOCK_O: tl.constexpr, REFLECTIONS: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, START_GIVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -182,10 +171,12 @@ def _open_attention(
         logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
         if HAS_GATE:
             g = tl.load(log_gate_ptr + at * GROUP + r, mask=in_group, other=0.0)
-            gate += tl.maximum(g.to(tl.float64), -354.891356446692)  # log of 2^-512
+            gate += tl.maximum(g.to(tl.float64), CLOSED)
             tl.store(open_gate_ptr + head * (OPEN + 1) + slot + 1, gate, mask=in_group)
             gates = tl.where((row == slot)[None, :], gate[:, None], gates)
-            logits += (gate[:, None] - gates).to(tl.float32) * 1.4426950408889634
+            length = tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 0))
+            tl.store(key_size_ptr + bh, tl.maximum(tl.load(key_size_ptr + bh), length))
+            logits += (gate[:, None] - gates).to(tl.float32) * LOG2_E
         seen = row <= slot
         if HAS_DOC:
             seen = seen & (first + row >= start)
@@ -235,13 +226,54 @@ def carry_kernel(
 
 
 @kernel
+def reach_kernel(
+    q_ptr, k_ptr, position_ptr, gate_end_ptr, open_gate_ptr, key_size_ptr, reach_ptr, n, groups,
+    scale, margin, H, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, TOKENS: tl.constexpr, OPEN: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """The first closed token that a head must read.
+
+    No reflection lengthens a vector, so a logit is at most scale |q| max |k| plus its gate, and a
+    row's sum holds exp(scale q . k) of its own token: a group is skipped if the first, times the
+    number of tokens, is exp(-margin) of the second or less. Earlier groups then are, too.
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    tokens = tl.load(position_ptr)
+    closed = tl.load(position_ptr + 1).to(tl.int32)
+    count = (tokens - closed * TOKENS).to(tl.int32)
+    rows, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    i, r = rows // GROUP, rows % GROUP
+    in_rows = rows < n * GROUP
+    in_tile = in_rows[:, None] & (dim < HEAD_DIM)[None, :]
+    at = ((bh // H) * n + i) * H + bh % H
+    q_at = (at * GROUP + r)[:, None] * HEAD_DIM + dim[None, :]
+    q = tl.load(q_ptr + q_at, mask=in_tile, other=0.0).to(tl.float32)
+    k_at = at[:, None] * HEAD_DIM + dim[None, :]
+    k = tl.load(k_ptr + k_at, mask=in_tile, other=0.0).to(tl.float32)
+    head = bh * GROUP + r
+    gate_at = head * (OPEN + 1) + count + 1 + i
+    gate = tl.load(open_gate_ptr + gate_at, mask=in_rows, other=0.0)
+    largest = tl.sqrt(tl.sum(q * q, 1)) * tl.load(key_size_ptr + bh) * tl.abs(scale)
+    slack = tl.sum(q * k, 1) * scale - largest - tl.log((tokens + n).to(tl.float32)) - margin
+    hidden = tl.zeros([BLOCK_G], tl.int32)
+    for first in range(0, closed, BLOCK_G):
+        place = first + tl.arange(0, BLOCK_G)
+        seen = in_rows[:, None] & (place < closed)[None, :]
+        end = tl.load(gate_end_ptr + head[:, None] * groups + place[None, :], mask=seen, other=0.0)
+        over = seen & ((gate[:, None] - end).to(tl.float32) > slack[:, None])
+        hidden += tl.where((tl.max(over.to(tl.int32), 0) == 0) & (place < closed), 1, 0)
+    tl.store(reach_ptr + bh, tl.sum(hidden, 0) * TOKENS)
+
+
+@kernel
 def attend_kernel(
     x_ptr, moved_ptr, position_ptr, keys_ptr, values_ptr, gate_end_ptr, gate_after_ptr, starts_ptr,
-    open_gate_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, slots,
+    open_gate_ptr, reach_ptr, m_ptr, l_ptr, acc_ptr, n, room, groups, scale, H, splits, slots,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
     OPEN: tl.constexpr, REFLECTIONS: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_DOC: tl.constexpr, HAS_REACH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of the closed keys; x [bh, M, D] fp32."""
     split, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -250,7 +282,10 @@ def attend_kernel(
     closed = tl.load(position_ptr + 1).to(tl.int32)
     count = (tokens - closed * TOKENS).to(tl.int32)
     length = closed * TOKENS
-    span = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    base = 0
+    if HAS_REACH:
+        base = tl.load(reach_ptr + bh)
+    span = tl.cdiv(tl.cdiv(length - base, splits), BLOCK_N) * BLOCK_N
     rows, dim, dim_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     M = n * GROUP
     in_rows, in_dim_v = rows < M, dim_v < HEAD_DIM_V
@@ -262,13 +297,13 @@ def attend_kernel(
     if HAS_GATE:
         gate_at = open_gate_ptr + head * (OPEN + 1) + count + 1 + rows // GROUP
         gate = tl.load(gate_at, mask=in_rows, other=0.0)
-    lo = split * span
+    lo = base + split * span
     start = tl.zeros([BLOCK_M], tl.int32)
     if HAS_DOC:
         start = tl.load(starts_ptr + b * room + tokens + rows // GROUP, mask=in_rows, other=0)
         earliest = tl.min(tl.where(in_rows, start, 2147483647), 0)
         lo = tl.maximum(lo, earliest // BLOCK_N * BLOCK_N)
-    hi = tl.minimum((split + 1) * span, length)
+    hi = tl.minimum(base + (split + 1) * span, length)
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -304,7 +339,7 @@ def attend_kernel(
                     ends_ptr = gate_end_ptr + head[:, None] * groups + column[None, :] // TOKENS
                     to_ends = gate[:, None] - tl.load(ends_ptr, mask=seen, other=0.0)
                     after += to_ends.to(tl.float32)
-                logits += after * 1.4426950408889634
+                logits += after * LOG2_E
             if HAS_DOC:
                 seen = seen & (column[None, :] >= start[:, None])
             logits = tl.where(seen, logits, float("-inf"))
@@ -322,100 +357,6 @@ def attend_kernel(
     tl.store(l_ptr + part, l_i, mask=in_rows)
     acc_mask = in_rows[:, None] & in_dim_v[None, :]
     tl.store(acc_ptr + part[:, None] * HEAD_DIM_V + dim_v[None, :], acc, mask=acc_mask)
-
-
-@kernel
-def suffix_kernel(
-    position_ptr, open_product_ptr, suffix_ptr, n, slots, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, TOKENS: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_P rows of a block's suffix product: suffix <- suffix P_open, P_open if it was empty."""
-    bh, level = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    closed = tl.load(position_ptr + 1).to(tl.int32)
-    count = tl.load(position_ptr) - closed * TOKENS
-    if (count + n == TOKENS) & ((closed >> level) & 1 == 1):
-        rows, dim = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-        open_product_ptr += bh * HEAD_DIM * HEAD_DIM
-        suffix_ptr += (bh * slots + level) * HEAD_DIM * HEAD_DIM
-        if closed & ((1 << level) - 1) == 0:
-            moved = load_matrix(open_product_ptr, rows, dim, HEAD_DIM, HEAD_DIM)
-        else:
-            moved = times(
-                suffix_ptr, open_product_ptr, rows, HEAD_DIM, HEAD_DIM, BLOCK_P, BLOCK_D, EXACT,
-            )  # fmt: skip
-        tl.debug_barrier()  # the rows are read before they are written
-        mask = (rows < HEAD_DIM)[:, None] & (dim < HEAD_DIM)[None, :]
-        tl.store(suffix_ptr + rows[:, None] * HEAD_DIM + dim[None, :], moved, mask=mask)
-
-
-@kernel
-def merge_kernel(
-    position_ptr, open_product_ptr, product_ptr, suffix_ptr, keys_ptr, n, room, slots, pairs,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """Groups of keys, and rows of a product, one after the other: a closing merges the blocks of
-    the trailing ones of `closed`, whose suffix products are new.
-    """
-    closed = tl.load(position_ptr + 1).to(tl.int32)
-    count = tl.load(position_ptr) - closed * TOKENS
-    if count + n == TOKENS:
-        merged = closed & ~(closed + 1)  # groups in trailing ones: 2^top - 1
-        top = highest_bit(merged + 1)
-        slices = tl.cdiv(HEAD_DIM, BLOCK_P)
-        for item in range(tl.program_id(0), pairs * (merged + slices), tl.num_programs(0)):
-            bh = (item // (merged + slices)).to(tl.int64)
-            part = item % (merged + slices)
-            if part < slices:
-                _join_rows(
-                    open_product_ptr, product_ptr, suffix_ptr, slots, bh, top,
-                    part * BLOCK_P + tl.arange(0, BLOCK_P), HEAD_DIM, BLOCK_D, BLOCK_P, EXACT,
-                )  # fmt: skip
-            else:
-                place = closed - merged + part - slices
-                _move_group(
-                    keys_ptr + (bh * room + place * TOKENS) * HEAD_DIM,
-                    suffix_ptr + (bh * slots + highest_bit(closed ^ place)) * HEAD_DIM * HEAD_DIM,
-                    HEAD_DIM, BLOCK_D, TOKENS, BLOCK_T, PRECISION,
-                )  # fmt: skip
-
-
-@triton.jit
-def _join_rows(
-    open_product_ptr, product_ptr, suffix_ptr, slots, bh, top, rows, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Rows of the product of the block that the closing leaves, at level `top`."""
-    dim = tl.arange(0, BLOCK_D)
-    if top == 0:
-        open_product_ptr += bh * HEAD_DIM * HEAD_DIM
-        joined = load_matrix(open_product_ptr, rows, dim, HEAD_DIM, HEAD_DIM)
-    else:
-        left = (bh * slots + top - 1) * HEAD_DIM * HEAD_DIM
-        joined = times(
-            product_ptr + left, suffix_ptr + left, rows, HEAD_DIM, HEAD_DIM, BLOCK_P, BLOCK_D,
-            EXACT,
-        )  # fmt: skip
-    target = product_ptr + (bh * slots + top) * HEAD_DIM * HEAD_DIM
-    mask = (rows < HEAD_DIM)[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(target + rows[:, None] * HEAD_DIM + dim[None, :], joined, mask=mask)
-
-
-@triton.jit
-def _move_group(
-    group_ptr, move_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK_T: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Keys of a group to the end of the merged block, in place."""
-    rows, dim = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    moved = times(
-        group_ptr, move_ptr, rows, TOKENS, HEAD_DIM, BLOCK_T, BLOCK_D, PRECISION
-    )  # fmt: skip
-    tl.debug_barrier()  # the rows are read before they are written
-    mask = (rows < TOKENS)[:, None] & (dim < HEAD_DIM)[None, :]
-    places = rows[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(group_ptr + places, moved.to(group_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel

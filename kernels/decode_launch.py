@@ -2,26 +2,28 @@
 
 import functools
 import math
+import os
 
 import torch
 from torch import Tensor
 
+from .constants import LOG2_E
 from .decode import (
     attend_kernel,
     carry_kernel,
     combine_kernel,
-    merge_kernel,
     open_kernel,
-    suffix_kernel,
+    reach_kernel,
 )
+from .decode_close import merge_kernel, suffix_kernel
 
-MAX_ROWS = 64
-"""Query rows (tokens times heads of a group) that one tile of the attention holds."""
+MAX_ROWS = 32
+"""Query rows (tokens times heads of a group) that one tile of the attention holds: with 64 of them
+it takes 121 to 145 KiB of shared memory, and small cards have 99.
+"""
 
 MAX_HEAD_DIM = 128
 """Widths of products, keys and values that the programs hold."""
-
-LOG2_E = 1.4426950408889634
 
 
 def _padded(width: int, least: int = 16) -> int:
@@ -37,6 +39,13 @@ def _processors(device: torch.device) -> int:
 
 def unsupported_reason(spec, device: torch.device) -> str | None:
     """Why the kernels do not decode from a cache of this spec, or None if they do."""
+    if device.type == "cuda":
+        if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+            return "they need an NVIDIA GPU of compute capability 8.0 or newer"
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the cache is on {device}; the kernels need CUDA, or TRITON_INTERPRET=1"
+    elif spec.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly (seen in 3.7.1 and 3.9)"
     if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"dtype {spec.dtype} is not bfloat16, float16 or float32"
     if spec.reflections and spec.form != "dyadic":
@@ -81,13 +90,14 @@ def step(
     open_room: int,
     documents: bool,
     closing: bool,
+    prune: float = math.inf,
     splits: int | None = None,
 ) -> Tensor:
     """Appends n tokens, which fit into the open group; returns out [B, n, HQ, DV].
 
     tensors: of a PathCache, by name. tokens: of a group. documents: whether any document began.
     closing: launch what closes a group that becomes full, which the kernels find out on the device;
-    False where the host knows that it does not, or closes it itself.
+    False where the host knows that it does not, or closes it itself. prune: as in CacheSpec.
     """
     B, n, HQ, D = q.shape
     H, DV = v.shape[2:]
@@ -128,10 +138,10 @@ def step(
     open_kernel[(B * H, 1 + (-(-D // rows) if reflections else 0))](
         q, k, v, w, beta, log_gate, document_start, position, keys, tensors["v"], get("gate_end"),
         get("gate_after"), tensors["starts"], tensors["raw_k"], get("raw_w"), get("raw_beta"),
-        tensors["open_keys"], get("open_product"), get("open_gate"), x, m, l_sum, acc, n, room,
-        groups, scale * LOG2_E, H, splits, closes, **common, **widths, **values, **flags,
-        **precision, BLOCK_R=_padded(R), BLOCK_O=_padded(open_room), BLOCK_P=rows,
-        START_GIVEN=document_start is not None, num_warps=8 if D > 64 else 4,
+        tensors["open_keys"], get("open_product"), get("open_gate"), get("key_size"), x, m,
+        l_sum, acc, n, room, groups, scale * LOG2_E, H, splits, closes, **common, **widths,
+        **values, **flags, **precision, BLOCK_R=_padded(R), BLOCK_O=_padded(open_room),
+        BLOCK_P=rows, START_GIVEN=document_start is not None, num_warps=8 if D > 64 else 4,
     )  # fmt: skip
     moved = None
     if reflections:
@@ -140,12 +150,20 @@ def step(
             x, moved, position, tensors["suffix"], n, slots, **widths, **precision, GROUP=R,
             BLOCK_M=_padded(n * R), BLOCK_P=block_p, num_warps=4,
         )  # fmt: skip
+    reach = None
+    if log_gate is not None and prune < math.inf:
+        reach = torch.empty(B * H, dtype=torch.int32, device=q.device)
+        reach_kernel[(B * H,)](
+            q, k, position, tensors["gate_end"], tensors["open_gate"], tensors["key_size"], reach,
+            n, groups, scale, prune, H, **widths, GROUP=R, BLOCK_M=_padded(n * R), TOKENS=tokens,
+            OPEN=open_room, BLOCK_G=128, num_warps=4,
+        )  # fmt: skip
     attend_kernel[(splits, B * H)](
         x, moved, position, keys, tensors["v"], get("gate_end"), get("gate_after"),
-        tensors["starts"], get("open_gate"), m, l_sum, acc, n, room, groups,
+        tensors["starts"], get("open_gate"), reach, m, l_sum, acc, n, room, groups,
         scale * LOG2_E, H, splits, slots, **common, **widths, **values, **flags,
         **precision, BLOCK_M=_padded(n * R), BLOCK_N=_padded(tokens) if tokens < 64 else 64,
-        num_warps=4, num_stages=2 if fp32 else 3,
+        HAS_REACH=reach is not None, num_warps=4, num_stages=2 if fp32 else 3,
     )  # fmt: skip
     if closing and reflections:
         exact = {"EXACT": "ieee"}

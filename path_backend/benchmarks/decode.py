@@ -42,6 +42,7 @@ Rows = Iterator[Sequence[Any]]
 
 DTYPE = torch.bfloat16
 STEPS = 64  # of a graph: one group
+CACHED_BYTES = 400 * 2**20  # several times the L2 cache
 LIMIT = 1.5  # times the error of the training forward
 KINDS = {"path": (True, False), "path_fox": (True, True), "plain": (False, False)}
 HARD = ("random w, random beta", "nearly constant w, beta 2", "random w, beta 1")
@@ -224,7 +225,7 @@ def speed_row(
 ) -> tuple[list[Any], float]:
     """A row of the table, and its time."""
     size = B * args.heads[1] * context * args.width * 4
-    layers = max(1, -(-400 * 2**20 // size))
+    layers = max(1, -(-CACHED_BYTES // size))
     one = draw(args, B, 1, gate=True)
     between: Any = ""
     both, rest = float(size), 0.0

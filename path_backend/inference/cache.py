@@ -17,6 +17,7 @@ Tensors by name; B rows, N tokens of room, G of a group, O of the open one:
     open_keys     [B, H, O, D]                  keys of the open tokens at the last token
     open_product  [B, H, D, D]                  P_open
     open_gate     [B, HQ, O + 1] fp64           log gates from the first token, [0] before the open
+    key_size      [B, H]                        largest |k| so far, where gates prune
     features      [B, O + width - 1, C]         inputs of the convolution, token t at t mod the size
     position      [2] int64                     tokens and closed groups, on the device
 """
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from path_backend.arguments import Inputs, prepare
+from path_backend.checks import check_values
 from path_backend.inference import closed as forms
 from path_backend.inference.decode import decode
 from path_backend.inference.prefill import check_starts, prefill
@@ -40,6 +42,7 @@ from path_backend.inference.spec import (
     CapacityError,
     RollbackError,
 )
+from path_backend.precision import without_autocast
 
 STATE_VERSION = 1
 DECODE_TOKENS = 16
@@ -148,12 +151,13 @@ class PathCache:
         self._check_features(inputs, features)
         if q.device != self.device:
             raise CacheMismatchError(f"the cache is on {self.device}, the tokens are on {q.device}")
+        check_values(inputs._replace(document_start=None))
         if document_start is not None and document_start.device.type == "cpu":
             check_starts(self, document_start)
         length = q.shape[1]
         self.check_room(length)
         self._grow(self.tokens + length)
-        with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
+        with without_autocast(q), torch.cuda.device_of(q):
             many = length > DECODE_TOKENS or (self.tokens == 0 and length > 1)
             out = (prefill if many else decode)(self, inputs, scale)
             self._remember(features)
@@ -428,6 +432,7 @@ def _allocate(
         table["gate_end"] = ((HQ, groups), exact)
         table["gate_after"] = ((HQ, room), precise)
         table["open_gate"] = ((HQ, open_room + 1), exact)
+        table["key_size"] = ((H,), precise)
     if spec.conv_channels:
         table["features"] = ((open_room + spec.history, spec.conv_channels), spec.dtype)
     tensors = {

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from path_backend.arguments import Inputs
-from path_backend.inference.prefill import close, document_starts, summed_gates
+from path_backend.inference.prefill import (
+    close,
+    document_starts,
+    note_key_size,
+    summed_gates,
+)
 from path_backend.inference.spec import CacheError, pack, unpack
 
 if TYPE_CHECKING:
@@ -71,6 +76,7 @@ def _launch(cache: PathCache, inputs: Inputs, scale: float, kernels: ModuleType)
         tokens=spec.group,
         open_room=spec.open_room,
         documents=cache.documents,
+        prune=spec.prune_margin,
         closing=cache.closes_in_graph if capturing else closes,
     )
     if not capturing:
@@ -133,6 +139,7 @@ def store_open(cache: PathCache, inputs: Inputs) -> None:
     if inputs.log_gate is not None:
         gates = summed_gates(cache, inputs.log_gate)
         t["open_gate"][:, :, count + 1 : count + n + 1] = gates
+        note_key_size(cache, inputs.k)
     if inputs.document_start is not None:
         cache.documents = True
         t["starts"][:, tokens : tokens + n] = inputs.document_start

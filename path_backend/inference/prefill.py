@@ -5,15 +5,15 @@ Closing: `append_tokens` cuts raw tokens into groups, which the closed part take
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from path_backend.arguments import CrossSegment, Inputs
+from path_backend import eager, ops
+from path_backend.arguments import Backend, CrossSegment, Inputs
 from path_backend.eager.softmax import CLOSED
 from path_backend.inference import closed as forms
-from path_backend.inference.segments import choose, is_torch
 from path_backend.inference.spec import pack, unpack
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def prefill(cache: PathCache, inputs: Inputs, scale: float) -> Tensor:
     """Returns the output [B, n, HQ, DV] of new tokens, which are appended."""
-    backend = choose(inputs, cache.implementation)
+    backend = ops.choose_backend(inputs, cache.implementation)
     starts = document_starts(cache, inputs)
     inputs = inputs._replace(document_start=starts)
     if cache.tokens == 0:
@@ -42,6 +42,12 @@ def document_starts(cache: PathCache, inputs: Inputs) -> Tensor | None:
     if not cache.documents:
         return None
     return cache.tensors["starts"][:, cache.tokens - 1 : cache.tokens].expand(B, n)
+
+
+def note_key_size(cache: PathCache, k: Tensor) -> None:
+    """Keeps the largest |k| of each head, of new keys k [B, n, H, D] too."""
+    size, precise = cache.tensors["key_size"], cache.spec.precise
+    torch.maximum(size, k.to(precise).norm(dim=-1).amax(1), out=size)
 
 
 def check_starts(cache: PathCache, starts: Tensor) -> None:
@@ -65,11 +71,11 @@ def summed_gates(cache: PathCache, log_gate: Tensor) -> Tensor:
     return before + log_gate.mT.double().clamp_min(CLOSED).cumsum(-1)
 
 
-def _attend(cache: PathCache, inputs: Inputs, scale: float, backend: Any) -> Tensor:
+def _attend(cache: PathCache, inputs: Inputs, scale: float, backend: Backend) -> Tensor:
     """Attention of a segment to itself and to all that is cached, in compute precision."""
     spec, t, tokens, count = cache.spec, cache.tensors, cache.tokens, cache.open_tokens
     first = tokens - count
-    if is_torch(backend):  # what it returns is not rounded then
+    if backend is eager:  # what it returns is not rounded then
         inputs = inputs.map_floating(lambda x: x.to(spec.precise))
     starts, own = inputs.document_start, inputs
     if starts is not None:
@@ -109,7 +115,7 @@ def _attend(cache: PathCache, inputs: Inputs, scale: float, backend: Any) -> Ten
     return out
 
 
-def append_tokens(cache: PathCache, inputs: Inputs, backend: Any) -> None:
+def append_tokens(cache: PathCache, inputs: Inputs, backend: Backend) -> None:
     """Appends tokens whose outputs are computed, and closes the groups that became full."""
     t, tokens, n = cache.tensors, cache.tokens, inputs.q.shape[1]
     count = cache.open_tokens
@@ -123,6 +129,7 @@ def append_tokens(cache: PathCache, inputs: Inputs, backend: Any) -> None:
     raw = {name: torch.cat([t[name][:, :, :count], x], 2) for name, x in new.items()}
     sums = None
     if inputs.log_gate is not None:
+        note_key_size(cache, inputs.k)
         gates = summed_gates(cache, inputs.log_gate)
         sums = torch.cat([t["open_gate"][:, :, : count + 1], gates], -1)
     close(cache, raw, sums, n, backend)
@@ -133,7 +140,7 @@ def close(
     raw: dict[str, Tensor],
     sums: Tensor | None,
     new: int,
-    backend: Any = None,
+    backend: Backend | None = None,
 ) -> None:
     """Takes over raw open tokens, the last `new` of which are not counted yet.
 
@@ -169,7 +176,7 @@ def close(
 
 
 def _ends(
-    cache: PathCache, raw: dict[str, Tensor], groups: int, backend: Any
+    cache: PathCache, raw: dict[str, Tensor], groups: int, backend: Backend | None
 ) -> list[tuple[forms.Block, Tensor, Tensor | None]]:
     """Returns the blocks of the first groups of raw tokens, with k_end and product."""
     spec, first = cache.spec, cache.closed
@@ -188,7 +195,8 @@ def _ends(
         if p.groups == 1:
             blocks.append((p, *forms.ends(k[:, :, at], w[:, :, at], beta[:, :, at])))
             continue
-        dtype = spec.precise if is_torch(backend) else spec.dtype
+        assert backend is not None
+        dtype = spec.precise if backend is eager else spec.dtype
         keys, ws, betas = (x[:, :, at].transpose(1, 2) for x in (k, w, beta))
         keys, ws = keys.to(dtype), ws.to(dtype)
         moved = backend.segment_ends(Inputs(keys, keys, keys, ws, betas))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -48,6 +49,10 @@ class CacheSpec:
         key_dtype: that of closed keys; None takes `dtype`, and fp16 for bf16 with reflections. A
             key is rounded at each merge, and no reflection makes it longer: fp16 holds it with
             three bits more than bf16.
+        prune: nats; closed groups that a forget gate hides from a row, so that all of them together
+            have less than exp(-prune) of its weight, need not be read. The proof wants reflections
+            that lengthen nothing. None takes 10 for 16 bits and infinity, which turns it off, for
+            others.
         conv_channels, conv_width: of the convolution whose last inputs the cache keeps; 0 channels
             if there is none.
     """
@@ -66,6 +71,7 @@ class CacheSpec:
     scale: float | None = None
     gate_scale: float = 1.0
     key_dtype: torch.dtype | None = None
+    prune: float | None = None
     conv_channels: int = 0
     conv_width: int = 1
 
@@ -84,6 +90,8 @@ class CacheSpec:
             )
         if self.capacity is not None and self.capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {self.capacity}")
+        if self.prune is not None and not self.prune >= 0:
+            raise ValueError(f"prune must not be negative, got {self.prune}")
         if self.rollback_window < 0:
             raise ValueError(f"rollback_window must not be negative, got {self.rollback_window}")
 
@@ -99,6 +107,13 @@ class CacheSpec:
             return self.key_dtype
         half = self.reflections and self.dtype == torch.bfloat16
         return torch.float16 if half else self.dtype
+
+    @property
+    def prune_margin(self) -> float:
+        """`prune`, or its default."""
+        if self.prune is not None:
+            return self.prune
+        return 10.0 if self.dtype in (torch.bfloat16, torch.float16) else math.inf
 
     @property
     def open_room(self) -> int:

@@ -64,6 +64,7 @@ def step(n, capacity, **case):
         open_room=spec.open_room,
         documents=inputs.document_start is not None,
         closing=True,
+        prune=spec.prune_margin,
     )
 
 

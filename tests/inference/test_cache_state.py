@@ -209,6 +209,11 @@ REFUSED = {
     "w alone": (lambda x: x._replace(beta=None), ValueError, "must come together"),
     "a start ahead": (_start_ahead, ValueError, "got 99 at token 21 after 0"),
     "a start of the past": (_start_back, ValueError, "got 8 at token 21 after 9"),
+    "a gate above one": (
+        lambda x: x._replace(log_gate=x.log_gate + 30),
+        ValueError,
+        "log_gate must be finite and <= 0",
+    ),
     "too many": (_seven_times, CapacityError, "room for 40 tokens and holds 21, got 21 more"),
 }
 
@@ -289,6 +294,7 @@ def test_refused_specs():
         (dict(heads=3), "heads must divide query_heads"),
         (dict(group=0), "group must be at least 1, got 0"),
         (dict(capacity=0), "capacity must be at least 1"),
+        (dict(prune=-1.0), "prune must not be negative"),
         (dict(rollback_window=-1), "rollback_window must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -58,3 +58,34 @@ def test_refusals(capsys):
         with pytest.raises(SystemExit):
             decode.parse(arguments)
         assert f"expected --device cuda for {named}, got cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [*decode.KINDS, "sdpa", "in_place"])
+def test_rows_of_the_speed_table(kind, monkeypatch):
+    """The steps that a card would replay: 64 of them, which close a group, from one position."""
+    closed = []
+
+    def once(function, repeats=5):
+        function()
+        closed.append(True)
+        return 1e-3
+
+    monkeypatch.setattr(decode, "CACHED_BYTES", 1)
+    monkeypatch.setattr(decode, "captured", lambda function: function)
+    monkeypatch.setattr(decode, "seconds", once)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    args = decode.parse([*SMALL, "--check"])
+    row, time = decode.speed_row(args, kind, 2, 256, 1e9, 2e-3)
+    cells = dict(zip(decode.SPEED_HEADER, row, strict=True))
+    assert (cells["kind"], cells["B"], cells["context"], cells["layers"]) == (kind, 2, 256, 1)
+    steps = decode.STEPS if kind in decode.KINDS else 1
+    assert time == pytest.approx(1e-3 / steps + (2e-3 if kind == "in_place" else 0))
+    assert len(closed) == (2 if kind in decode.KINDS else 1)
+
+
+def test_prefill_table(monkeypatch):
+    """One call and four append the same tokens."""
+    monkeypatch.setattr(decode, "seconds", lambda function, repeats=5: (function(), 1e-3)[1])
+    args = decode.parse([*SMALL, "--check", "--prefill-tokens", "256"])
+    header, *rows = decode.prefill_table(args)
+    assert [row[3] for row in rows] == ["forward", 1, 4] * 3

@@ -1,6 +1,8 @@
 """The kernels of a decode step against the training forward; in the interpreter without a GPU."""
 
+import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,7 +32,9 @@ from path_backend.kernels import decode_launch  # noqa: E402
 pytestmark = [
     pytest.mark.usefixtures("uninitialized_memory_is_nan"),
     pytest.mark.filterwarnings("ignore:.*eterministic.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:(invalid value|divide by zero|All-NaN slice):RuntimeWarning"
+    ),
 ]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,6 +144,36 @@ def test_no_room_on_the_device():
     assert_unchanged(cache, before)
 
 
+@pytest.mark.parametrize("kind", ["path_fox", "fox"])
+def test_pruning(kind):
+    """Groups that gates hide are not read: NaN in their values stays unseen. One group nearer, and
+    the NaN is seen; without pruning any is. What is left out is less than the margin allows.
+    """
+    margin, T = 3.0, 45
+    inputs, cache = by_kernels(T, HQ=2, H=1, gate=True, w=None if kind == "fox" else "random")
+    cache.spec = dataclasses.replace(cache.spec, prune=margin)
+    inputs = inputs._replace(log_gate=torch.full_like(inputs.log_gate, -0.9))
+    continued(cache, tokens(inputs, 0, T - 1), T - 2)
+    last = tokens(inputs, T - 1, T)
+    scale, k = 8**-0.5, inputs.k[0, :, 0]
+    q = last.q[0, 0]
+    most = q.norm(dim=-1) * k.norm(dim=-1).max() * scale
+    slack = (q @ k[-1] * scale - most - math.log(T) - margin).min().item()
+    ends = torch.arange(1, cache.closed + 1) * cache.spec.group
+    hidden = int((-0.9 * (T - ends) <= slack).sum())
+    assert 0 < hidden < cache.closed
+    places = hidden * cache.spec.group
+    unseen = cache.fork()
+    unseen.tensors["v"][:, :, :places] = torch.nan
+    out, exact = append(unseen, last).double(), whole(inputs)[:, -1:]
+    assert (out - exact).abs().max() <= 2 * math.exp(-margin) * inputs.v.abs().max()
+    for spec, count in ((cache.spec, places + 1), (dataclasses.replace(cache.spec, prune=None), 1)):
+        seen = cache.fork()
+        seen.spec = spec
+        seen.tensors["v"][:, :, count - 1] = torch.nan
+        assert append(seen, last).isnan().any()
+
+
 def test_half_precision():
     """fp16 tokens: an error at most 1.5 times that of the training forward."""
     inputs = inputs_of(60, HQ=2, H=1, D=32, dtype=torch.float16, device=DEVICE)
@@ -149,17 +183,27 @@ def test_half_precision():
     assert (out - exact).norm() <= 1.5 * (forward - exact).norm()
 
 
-def test_what_the_kernels_do_not_decode():
+def test_what_the_kernels_do_not_decode(monkeypatch):
     """ "triton" says why; "auto" falls back to plain torch."""
     for change, message in (
         (dict(form="paged"), "they know dyadic"),
         (dict(dtype=torch.float64), "float64 is not"),
         (dict(head_dim=256), "a head is 256 wide"),
-        (dict(query_heads=260), "130 query heads share"),
+        (dict(query_heads=66), "33 query heads share"),
     ):
         fields = dict(query_heads=2, heads=2, head_dim=8, value_dim=8, dtype=torch.float32)
         spec = CacheSpec(**{**fields, **change})
         assert message in decode_launch.unsupported_reason(spec, torch.device(DEVICE))
+    spec = CacheSpec(2, 2, 8, 8, torch.float32)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    reason = decode_launch.unsupported_reason(spec, torch.device("cpu"))
+    assert "need CUDA, or TRITON_INTERPRET=1" in reason
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spec = dataclasses.replace(spec, dtype=torch.bfloat16)
+    assert "bfloat16 wrongly" in decode_launch.unsupported_reason(spec, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert "8.0 or newer" in decode_launch.unsupported_reason(spec, torch.device("cuda"))
+    monkeypatch.undo()
     inputs = inputs_of(3, dtype=torch.float32, device=DEVICE)
     cache = cache_for(inputs, form="paged", implementation="triton")
     before = snapshot(cache)
@@ -233,9 +277,9 @@ def test_a_graph_holds_a_step(kind):
 @pytest.mark.parametrize("case", [dict(dtype="bfloat16"), dict(dtype="float32")], ids=str)
 def test_a_card_takes_the_kernels(case, capability, tmp_path):
     """Catches what the interpreter lets pass, and a launch that small cards refuse."""
-    case = dict(gate=True, documents=True, n=2, **case)
+    case = dict(gate=True, documents=True, n=decode_launch.MAX_ROWS // 4, **case)  # HQ / H = 4
     sizes = numbers_for_card(capability, tmp_path=tmp_path, **case)
-    assert len(sizes) == 6
+    assert len(sizes) == (7 if case["dtype"] == "bfloat16" else 6)
     assert not {name: size for name, size in sizes.items() if size > 99}
 
 
