@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"path-backend {_version()}")
     parser.add_argument("command", metavar="COMMAND", help="one of the above")
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        parser.print_help(sys.stderr)
+        sys.exit(2)
     options = parser.parse_args(given[:1])
     if options.command not in COMMANDS:
         near = difflib.get_close_matches(options.command, COMMANDS, n=1)

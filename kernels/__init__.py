@@ -3,4 +3,4 @@ if __name__ != "path_backend.kernels":
     # for a package of its own: a version that is too old, and no submodule, so that no second copy
     # can register its operators.
     __version__ = "0"
-    __path__: list[str] = []
+    __path__ = []

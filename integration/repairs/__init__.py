@@ -14,6 +14,7 @@ but `cpu.py`, which `job_config.py` does.
 | `router_gradients.py` | torchtitan #2387: a router steps with a rank's part of its gradient |
 | `context_parallel_validation.py` | torchtitan #3257, #2077: the loss is too large; qwen3 fails |
 | `context_parallel_metrics.py` | torchtitan #2983, #3111: tokens and largest loss are wrong |
+| `validation_data.py` | torchtitan #2636, #2791: validation losses depend on earlier rounds |
 | `qwen3_pipeline.py` | not reported: qwen3 has no pipeline parallelism |
 | `cpu.py` | not reported: nothing runs on a machine without an accelerator |
 """

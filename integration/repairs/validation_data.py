@@ -1,4 +1,4 @@
-"""Text validation on the same sequences in every round and on every layout.
+"""torchtitan #2636, #2791: text validation depends on what was validated before.
 
 torchtitan 0.2.2 goes on in each round of validation where the last one stopped (#2636, #2791), so
 that losses of two rounds, or of a resumed run, cannot be compared, and a whole set
@@ -9,6 +9,11 @@ Here every rank packs the whole set and takes its rows of each batch, as tasks d
 ranks together holds the same sequences however they are split. Packing more than the own share
 costs time in the first round only, because each rank keeps its rows. Tokens after the last whole
 sequence are left out, as torchtitan does.
+
+Applies: to text validation of every job.
+
+Delete: when torchtitan's validator starts its data again in every round, on every layout, and
+weighs batches by their tokens; this file and its call in `data/tasks.py::_build_validator`.
 """
 
 import itertools

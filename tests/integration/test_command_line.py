@@ -39,7 +39,7 @@ def test_an_unknown_command_is_one_line_with_the_nearest(capsys):
         main(["evalute", "--config=x"])
     assert end.value.code == 2
     assert capsys.readouterr().err == (
-        "path-backend: error: COMMAND must be one of evaluate, experiments, report, fla, "
+        "path-backend: error: COMMAND must be one of evaluate, convert, experiments, report, fla, "
         "got 'evalute' (did you mean 'evaluate'?)\n"
     )
 

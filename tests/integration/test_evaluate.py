@@ -281,6 +281,6 @@ def test_scalars_of_a_task():
 def test_unknown_command(arguments):
     """A wrong word that does nothing, or an error without the list of commands."""
     done = run_command(*arguments)
-    assert done.returncode == 1
-    for name in ("evaluate", "experiments", "report"):
-        assert f"  {name} " in done.stderr
+    assert done.returncode == 2
+    for name in ("evaluate", "experiments", "report", "convert", "fla"):
+        assert name in done.stderr
