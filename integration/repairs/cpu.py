@@ -24,8 +24,10 @@ import types
 import torch
 from torch._utils import _get_available_device_type
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as distributed
 from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
 
 # Modules that copied `device_type` and `device_module` from torchtitan.tools.utils on import.
 _COPIES = (
@@ -86,6 +88,28 @@ def activate_without_accelerator() -> None:
     # A gloo thread drops the tensors of its last collective under the GIL. If the interpreter is
     # gone by then, the process aborts (one run in fifteen on a busy machine): let it go first.
     atexit.register(time.sleep, 0.5)
+
+
+def use_native_precision(job_config: JobConfig) -> None:
+    """Trains in fp32 where the job asks for bf16 and the CPU only emulates it, and says so.
+
+    Emulated products are some 50 times slower than those of fp32.
+    """
+    training = job_config.training
+    if utils.device_type != "cpu" or training.mixed_precision_param != "bfloat16":
+        return
+    if not multiplies_bfloat16():
+        training.mixed_precision_param = "float32"
+        logger.warning(
+            'training.mixed_precision_param is "float32" here: this CPU emulates bfloat16'
+        )
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for products of bfloat16, as far as torch knows."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _without_second_backend(init_distributed):

@@ -17,6 +17,7 @@ from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
 
 from path_backend.flops import transform_flops
 from path_backend.integration.data.tasks import training_task
+from path_backend.integration.repairs import cpu
 from path_backend.integration.torchtitan import refusals
 from path_backend.layers.attention import PathAttention, document_start_from_eos
 from path_backend.layers.projections import to_local
@@ -52,6 +53,7 @@ class PathArgs:
             raise ValueError(
                 f"model.attention must be one of {', '.join(VARIANTS)}, got {self.attention!r}"
             )
+        cpu.use_native_precision(job_config)
         if not self.variant.is_stock:
             self.attn_type = "sdpa"  # the flavor's own may refuse context parallelism
         super().update_from_config(job_config, **kwargs)

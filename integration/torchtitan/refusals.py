@@ -17,8 +17,10 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
 
 from path_backend.arguments import Inputs
+from path_backend.integration.data.tasks import training_task
 from path_backend.integration.repairs.ddp_mean_gradient import is_ddp
 from path_backend.integration.torchtitan import context_parallel
 from path_backend.layers.variants import VARIANTS
@@ -51,6 +53,18 @@ def check_job(args, job_config: JobConfig) -> None:
     _check_heads(args, job_config)
     context_parallel.check(job_config, args.attention, args.kv_heads)
     _check_lengths(job_config)
+
+
+def warn_of_vocabulary(tokenizer: BaseTokenizer | None, args, job_config: JobConfig) -> None:
+    """Warns of a flavor for tasks on text, whose vocabulary is not the tokenizer's."""
+    flavor = job_config.model.flavor
+    if not flavor.startswith("task_") or tokenizer is None or training_task(job_config):
+        return
+    if tokenizer.get_vocab_size() != args.vocab_size:
+        logger.warning(
+            f"model.flavor = {flavor!r} is for tasks: on text it has a vocabulary of "
+            f"{args.vocab_size}, the tokenizer {tokenizer.get_vocab_size()}"
+        )
 
 
 def check_tokenizer(tokenizer: BaseTokenizer | None, args, job_config: JobConfig) -> None:

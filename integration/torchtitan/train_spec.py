@@ -159,6 +159,9 @@ def _build_tokenizer(
     stock: Callable[[JobConfig], BaseTokenizer | None], flavors: _Flavors, job_config: JobConfig
 ) -> BaseTokenizer | None:
     tokenizer = stock(job_config)
+    flavor = flavors.get(job_config.model.flavor)
+    if flavor is not None:
+        refusals.warn_of_vocabulary(tokenizer, flavor, job_config)
     refusals.check_tokenizer(tokenizer, flavors.get(job_config.model.flavor), job_config)
     return tokenizer
 

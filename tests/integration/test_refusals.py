@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from test_config import SINGLE, configured_args, parse
@@ -10,6 +11,7 @@ from torchtitan.protocols import train_spec as registry
 from torchtitan.tools import utils
 
 from path_backend.integration.data.text import TOKENIZER_DIR
+from path_backend.integration.repairs import cpu
 from path_backend.integration.torchtitan import refusals, train_spec
 
 PP2 = "--parallelism.pipeline_parallel_degree=2"
@@ -258,3 +260,31 @@ def test_refuses_kernels_that_do_not_cover_the_job(monkeypatch):
         refusals.check_training(args, SINGLE, job)
     args.attention = "fox"
     refusals.check_training(args, SINGLE, job)
+
+
+def test_vocabulary_of_tasks_on_text(caplog):
+    """Catches an index error in the embedding, or a loss over tokens that cannot come."""
+    tokenizer = SimpleNamespace(get_vocab_size=lambda: 2048)
+    args = SimpleNamespace(vocab_size=128256)
+    for flavor, dataset, warnings in (
+        ("task_1x64", "python_stdlib", 1),
+        ("task_1x64", "flip_flop", 0),
+        ("debugmodel", "python_stdlib", 0),
+    ):
+        caplog.clear()
+        job = parse(f"--model.flavor={flavor}", f"--training.dataset={dataset}")
+        refusals.warn_of_vocabulary(tokenizer, args, job)
+        assert len(caplog.records) == warnings, flavor
+        if warnings:
+            assert "128256, the tokenizer 2048" in caplog.records[0].message
+
+
+@pytest.mark.parametrize("native, expected", [(True, "bfloat16"), (False, "float32")])
+def test_precision_that_the_cpu_has(monkeypatch, caplog, native, expected):
+    """Catches a first run that takes an hour on an emulated bf16, or fp32 without a word."""
+    monkeypatch.setattr(cpu.utils, "device_type", "cpu")
+    monkeypatch.setattr(cpu, "multiplies_bfloat16", lambda: native)
+    job = parse("--training.mixed_precision_param=bfloat16")
+    cpu.use_native_precision(job)
+    assert job.training.mixed_precision_param == expected
+    assert [record.message for record in caplog.records] == [] if native else caplog.records
