@@ -262,6 +262,9 @@ def test_refuses_kernels_that_do_not_cover_the_job(monkeypatch):
     refusals.check_training(args, SINGLE, job)
 
 
+NO_VALIDATION = "--validation.no-enable"
+
+
 def test_vocabulary_of_tasks_on_text(caplog):
     """Catches an index error in the embedding, or a loss over tokens that cannot come."""
     tokenizer = SimpleNamespace(get_vocab_size=lambda: 2048)
@@ -272,7 +275,7 @@ def test_vocabulary_of_tasks_on_text(caplog):
         ("debugmodel", "python_stdlib", 0),
     ):
         caplog.clear()
-        job = parse(f"--model.flavor={flavor}", f"--training.dataset={dataset}")
+        job = parse(f"--model.flavor={flavor}", f"--training.dataset={dataset}", NO_VALIDATION)
         refusals.warn_of_vocabulary(tokenizer, args, job)
         assert len(caplog.records) == warnings, flavor
         if warnings:
