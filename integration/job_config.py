@@ -1,4 +1,4 @@
-"""What a TOML file names to use this package, and the keys it may then have.
+"""The module that a TOML file names to use this package, and the keys it may then have.
 
     [job]
     custom_config_module = "path_backend.integration.job_config"

@@ -209,7 +209,7 @@ def _check_number(name: str, x: float | None) -> None:
 
 
 def _refuse_forward_mode(inputs: Inputs) -> None:
-    """Without it torch takes the missing formula for a derivative of zero."""
+    """Raises RuntimeError for tangents: torch takes a missing formula for a derivative of zero."""
     if forward_ad._current_level < 0:
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in inputs.differentiable().values()):

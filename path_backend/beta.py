@@ -1,4 +1,4 @@
-"""From the logit of beta to a beta whose reflection never lengthens a vector.
+"""This module turns the logit of beta into a beta whose reflection lengthens no vector.
 
 H = I - beta w w^T scales the direction of w by 1 - beta |w|^2, so it contracts if beta |w|^2 <= 2.
 A unit vector rounded to bf16 has |w|^2 up to about 1.008: with beta = 2 a product of 65,536 such

@@ -1,4 +1,4 @@
-"""What the tests share: input factories, one way to run a form with its gradients, error budgets.
+"""Helpers that tests share: input factories, a way to run a form with its gradients, budgets.
 
 Shapes as path_attention. Inputs are drawn on the CPU in fp64 from a seed and then rounded, so that
 a case holds the same numbers on every device and, up to rounding, in every dtype.

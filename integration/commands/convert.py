@@ -68,7 +68,7 @@ _SCALING = {
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did: names of the weights it kept, and new parameters by name.
+    """Says what a conversion did: names of weights it kept, and new parameters by name.
 
     `source` is the folder that held the weights.
     """

@@ -51,7 +51,7 @@ TRAINER_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 
 @dataclass
 class Subject:
-    """What is evaluated: a model with its weights, in eval mode, and what belongs to it."""
+    """Holds what is evaluated: a model with its weights, in eval mode, and its job."""
 
     job: JobConfig
     model: nn.Module
@@ -191,7 +191,7 @@ def _texts(job: JobConfig, folders: Sequence[Path]) -> dict[str, Sequence[str]]:
 
 
 def describe(job: JobConfig, command: str) -> dict[str, Any]:
-    """What a result depends on: command, job, card, versions, date."""
+    """Returns what a result depends on: command, job, card, versions, date."""
     on_gpu = torch.cuda.is_available()
     return {
         "command": command,
@@ -262,7 +262,7 @@ def evaluate(
 
 
 def other_length(result: dict[str, Any]) -> str:
-    """What names of files and scalars add: nothing at the length of training."""
+    """Returns what names of files and scalars add: nothing at the length of training."""
     length = result.get("length", result["job"]["seq_len"])
     return "" if length == result["job"]["seq_len"] else f"_at_{length}"
 

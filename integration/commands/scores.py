@@ -1,4 +1,4 @@
-"""What tables and pictures read from the lines of results."""
+"""Scores that tables and pictures read from the lines of results."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""Where torchtitan 0.2.2 is wrapped so that its models train with the attention of a job."""
+"""Wrappers of torchtitan 0.2.2 that make its models train with the attention of a job."""

@@ -1,4 +1,4 @@
-"""What to watch while PaTH trains, in torchtitan's own logger (TensorBoard, Weights & Biases).
+"""Statistics of PaTH while it trains, in torchtitan's own logger (TensorBoard, W&B).
 
 Per layer and log step, of the last micro-batch: `beta_mean`; `beta_clipped`, the share of betas
 that the contraction clip lowered; `eigenvalue_min`, the smallest 1 - beta |w|^2; `gate_mean`, the

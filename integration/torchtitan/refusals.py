@@ -1,4 +1,4 @@
-"""What a job cannot have, refused at start-up with what to change.
+"""Refusals at start-up of what a job cannot have, with what to change.
 
 torchtitan and PyTorch refuse some of it too, but in the first step or without naming a key, and
 some they train wrongly. `check_job` looks at the configuration, `check_tokenizer` at what ends a

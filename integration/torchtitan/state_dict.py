@@ -133,7 +133,7 @@ def _rotated(name: str) -> bool:
 
 
 def names_in_layers(parameters: Iterable[str], pattern: re.Pattern = OURS) -> set[str]:
-    """Of those that match, what follows `attention.path.`, whichever the layer."""
+    """Returns what follows `attention.path.` in the names that match, whichever the layer."""
     return {match[2] for match in map(pattern.fullmatch, parameters) if match}
 
 

@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What is measured of a case; nan where a machine without a GPU cannot tell."""
+    """Holds the measurements of a case; nan where a machine without a GPU cannot tell."""
 
     method: str
     ranks: int
@@ -77,7 +77,7 @@ class Row(NamedTuple):
 
 
 class Single(NamedTuple):
-    """What rows of more ranks are compared with."""
+    """Holds the result with which rows of more ranks are compared."""
 
     both_ms: float
     norms: tuple[float, ...]
@@ -318,7 +318,7 @@ def print_row(case: Case, row: Row, single: Single | None) -> None:
 
 
 def read_single(path: Path, cases: Sequence[Case]) -> dict[Case, Single]:
-    """What one GPU took for the cases, in the output of an earlier run."""
+    """Returns what one GPU took for the cases, from the output of an earlier run."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     singles = {}
     for row in csv.DictReader(lines):

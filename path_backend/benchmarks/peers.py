@@ -1,4 +1,4 @@
-"""What the benchmark compares: our kernels, torch's SDPA, flash-linear-attention.
+"""The implementations that are compared: our kernels, torch's SDPA, flash-linear-attention.
 
 An Implementation turns inputs that all share into a Problem. The wheel fla-core is imported when
 one of its rows is asked for.

@@ -1,4 +1,4 @@
-"""Where a measurement comes from: day, command, cards, versions, commit, NVLink multicast."""
+"""The origin of a measurement: day, command, cards, versions, commit, NVLink multicast."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def commit() -> str:
 
 
 def preamble(program: str) -> Iterator[str]:
-    """What stands above the results of a module, or of a script by its path."""
+    """Yields the lines above the results of a module, or of a script by its path."""
     yield datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     program = program if program.endswith(".py") else f"-m {program}"
     yield f"command: python {program} {shlex.join(sys.argv[1:])}"

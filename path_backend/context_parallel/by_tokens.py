@@ -86,7 +86,7 @@ def _backward_between(
     lses: Sequence[Tensor],
     plan: Plan,
 ) -> _Returned:
-    """What the pairs of tokens in different segments contribute."""
+    """Returns what pairs of tokens in different segments contribute."""
     ends = [plan.backend.segment_ends(segment) for segment in segments]
     scan = _Scan(x, segments, ends, plan)
     dtype = lses[0].dtype
@@ -104,7 +104,7 @@ def _backward_between(
 
 
 def describe(x: Inputs, starts: Sequence[int], length: int, exchange: str, scale: float) -> str:
-    """What all ranks of a call must have in common, in at most a few hundred characters."""
+    """Returns what all ranks of a call must have in common, in a few hundred characters."""
     layout = hashlib.sha256(repr(list(starts)).encode()).hexdigest()[:8]
     given = [name for name, y in x._asdict().items() if y is not None]
     shapes = f"q {list(x.q.shape)}, k {list(x.k.shape)}, v {list(x.v.shape)} of {x.q.dtype}"

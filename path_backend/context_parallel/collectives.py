@@ -1,4 +1,4 @@
-"""How keys and values of other ranks arrive, and how their gradients return.
+"""Exchanges that bring keys and values of other ranks, and return their gradients.
 
 AllGather holds the segments of all ranks at once. Ring holds its own, those that it works on, and
 those that arrive meanwhile: memory does not grow with the number of ranks, but for the D x D
@@ -122,7 +122,7 @@ class GroupTransport:
         return lambda: _collectives.wait_tensor(y).view(x.shape)
 
     def agree(self, description: str, device: torch.device) -> None:
-        """As compare; where the host would have to wait, once for each description."""
+        """Compares descriptions, on a GPU once for each, since the host waits for the answer."""
         key = (self.name, description)
         if device.type == "cpu" or key not in self._agreed:
             self.compare(description, device)
@@ -175,7 +175,7 @@ class AllGather:
 
 
 class Ring:
-    """As AllGather, with one rank's segments at a time."""
+    """Exchanges the segments of one rank at a time."""
 
     def __init__(self, transport: Transport, mine: Sequence[Tensor]):
         self.transport, self.mine = transport, mine
@@ -204,7 +204,7 @@ class Ring:
         return self.sums
 
     def _add(self) -> None:
-        """What has come in since the last call."""
+        """Adds what has come in since the last call."""
         for total, wait in zip(self.sums, self.waits, strict=False):  # none at first
             total += wait()
         self.waits = []

@@ -59,7 +59,7 @@ class Layout:
 
     @classmethod
     def from_flat(cls, starts: tuple[int, ...], length: int, ranks: int) -> Layout:
-        """From the starts of rank 0, of rank 1, ... in one sequence."""
+        """Returns the layout of starts in one sequence: those of rank 0, of rank 1, ..."""
         if len(starts) % ranks:
             raise ValueError(f"{len(starts)} segments cannot be shared among {ranks} ranks equally")
         count = len(starts) // ranks
@@ -77,12 +77,12 @@ class Layout:
 
     @property
     def segments(self) -> int:
-        """Of all ranks."""
+        """The number of segments of all ranks."""
         return self.ranks * len(self.starts[0])
 
     @property
     def tokens(self) -> int:
-        """Of one rank."""
+        """The number of tokens of one rank."""
         return len(self.starts[0]) * self.length
 
     def held_by(self, rank: int) -> list[int]:
@@ -91,7 +91,7 @@ class Layout:
 
     @cached_property
     def home(self) -> list[tuple[int, int]]:
-        """Of each segment along the sequence: its rank, and its place there."""
+        """The rank of each segment along the sequence, and its place there."""
         homes: dict[int, tuple[int, int]] = {}
         for rank in range(self.ranks):
             homes |= {segment: (rank, place) for place, segment in enumerate(self.held_by(rank))}

@@ -1,4 +1,4 @@
-"""How a rank takes part in a call that the ranks of a group share."""
+"""A rank's part in a call that the ranks of a group share."""
 
 from __future__ import annotations
 

@@ -42,7 +42,10 @@ class Slice(NamedTuple):
         return _pad(x[self.heads].to(self.q.dtype), padding, pad_value)
 
     def gradient(self, d_out: Tensor, out: Tensor, lse: Tensor) -> SoftmaxGradient:
-        """Of folded tensors. exp(S - inf) = 0: padded rows take no part, whatever their logits."""
+        """Returns the softmax gradient of folded tensors.
+
+        exp(S - inf) = 0: padded rows take no part, whatever their logits.
+        """
         lse = self.take(lse, float("inf"))
         return SoftmaxGradient(self.take(d_out), self.take(out), lse, self.v, self.bias)
 

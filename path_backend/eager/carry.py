@@ -43,7 +43,7 @@ class Level(NamedTuple):
     off_diagonals: list[OffDiagonal]
 
     def left(self, tile: Tile, x: Tensor) -> Tensor:
-        """Of a tensor like `product`: the left children of the tile's pairs (a view)."""
+        """Returns the left children of the tile's pairs, a view of a tensor like `product`."""
         i = tile.first // self.half
         return x[:, i : i + 2 * tile.count : 2]
 

@@ -80,7 +80,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Bias:
-    """What is added to the logits of a slice: forget gate, causal mask, document mask.
+    """Holds what is added to a slice's logits: forget gate, causal mask, document mask.
 
     gate: `cumulative_gate` [Z, T, R]. start: first token of each token's document [Z, T].
     earliest: the smallest start of each token over the batch, on the host, to skip empty tiles.

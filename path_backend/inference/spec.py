@@ -149,7 +149,7 @@ class CacheSpec:
                 )
 
     def differences(self, other: CacheSpec) -> list[str]:
-        """What keeps a state of `other` from being loaded here; capacities may differ."""
+        """Returns why a state of `other` cannot be loaded here; capacities may differ."""
         free = ("capacity",)
         return [
             f"{f.name} = {getattr(self, f.name)}, the state has {getattr(other, f.name)}"

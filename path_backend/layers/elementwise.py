@@ -1,4 +1,4 @@
-"""What PathInputs computes besides its projections: w, beta, log gates and their statistics.
+"""The elementwise part of PathInputs: w, beta, log gates and their statistics.
 
 One function of tensors, `compute`. Op by op it takes 80 launches forward and backward, and the host
 more time for them than a GPU for the layer. `run` has it compiled there, unless the caller is

@@ -1,4 +1,4 @@
-"""What the operator needs besides q, k, v: projections of a layer's input to w, beta and gates.
+"""Projections of a layer's input to what the operator needs besides q, k, v: w, beta, gates.
 
     w    = l2norm(silu(conv(W_up W_down x)))    one unit vector per token and key/value head
     beta = 2 sigmoid(W_beta x + b_beta)         one scalar per token and key/value head
@@ -27,7 +27,7 @@ INIT_STD = 0.02
 
 
 class PathInputs(nn.Module):
-    """What the operator needs besides q, k, v: w, beta and log_gate of every token."""
+    """Computes w, beta and log_gate of every token, which the operator needs besides q, k, v."""
 
     stats: torch.Tensor  # of the last training forward, named by stat_names
 
@@ -188,7 +188,7 @@ class Float32Linear(nn.Linear):
 
 
 def _float32_linears(x: torch.Tensor, layers: list[Float32Linear]) -> Sequence[torch.Tensor]:
-    """What each layer makes of x, in one product: x is read once, and so is its gradient.
+    """Returns each layer's output, by one product: x is read once, and so is its gradient.
 
     Layers cut by heads (DTensors), and those that a host wraps, works on with hooks or replaced,
     are called one by one.

@@ -24,7 +24,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's increment
 
 
 class Task(Protocol):
-    """What a stream needs of a task."""
+    """Describes a task to a stream."""
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
