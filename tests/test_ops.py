@@ -3,12 +3,16 @@
 import shutil
 import sys
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from op_checks import (
+    assert_saves_only_inputs_output_and_lse,
+    opcheck_backward,
+    opcheck_forward,
+    runs_under_selective_checkpointing,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from path_backend import eager, flops, kernels, ops, path_attention
@@ -23,36 +27,16 @@ CASES = {
 }
 
 
-def op_arguments(**case):
-    return (*make_inputs(70, **case), 0.25, "torch")
-
-
-@pytest.fixture
-def forward_calls(monkeypatch):
-    """A list that grows by one at each run of the forward."""
-    calls, forward = [], eager.attention_forward
-
-    def counted(*args):
-        calls.append(None)
-        return forward(*args)
-
-    monkeypatch.setattr(eager, "attention_forward", counted)
-    return calls
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_forward(case):
     """Catches a wrong schema, a fake that lies about its outputs, a missing gradient."""
-    torch.library.opcheck(torch.ops.path_backend.attention.default, op_arguments(**CASES[case]))
+    opcheck_forward("attention", make_inputs(70, **CASES[case]), 0.25, "torch")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_backward(case):
     """Catches the same in the backward op, and gradients that alias one another or an input."""
-    inputs = make_inputs(70, **CASES[case]).map_floating(torch.detach)
-    out, lse = torch.ops.path_backend.attention(*inputs, 0.25, "torch")
-    arguments = (torch.randn_like(out), *inputs, out, lse, 0.25, "torch")
-    torch.library.opcheck(torch.ops.path_backend.attention_backward.default, arguments)
+    opcheck_backward("attention", make_inputs(70, **CASES[case]), 0.25, "torch")
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -82,29 +66,16 @@ def test_compiles_with_inductor():
 
 
 @pytest.mark.parametrize("saved, expected", [(True, 1), (False, 2)])
-def test_selective_checkpointing_keeps_the_output(forward_calls, saved, expected):
+def test_selective_checkpointing_keeps_the_output(monkeypatch, saved, expected):
     """Catches an op that a policy cannot name: attention would run twice per step."""
-    operators = [torch.ops.path_backend.attention.default] if saved else []
-    contexts = partial(create_selective_checkpoint_contexts, operators)
-    inputs = make_inputs(70)
-    out = checkpoint(path_attention, *inputs[:5], use_reentrant=False, context_fn=contexts)
-    out.sum().backward()
-    assert len(forward_calls) == expected
-    assert inputs.w.grad is not None
+    arguments = (eager, "attention_forward", "attention", path_attention, make_inputs(70), saved)
+    assert runs_under_selective_checkpointing(monkeypatch, *arguments) == expected
 
 
 def test_saves_only_inputs_output_and_lse():
     """Catches a transform kept alive between forward and backward."""
     inputs = make_inputs(200, gate=True, documents=True)
-    saved = []
-
-    def pack(x):
-        saved.append(x.shape)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = inputs.call(path_attention)
-    assert sorted(saved) == sorted([*(x.shape for x in inputs), out.shape, torch.Size([1, 2, 200])])
+    assert_saves_only_inputs_output_and_lse(path_attention, inputs)
 
 
 def test_lse_is_the_natural_log_sum_exp_without_gradient():

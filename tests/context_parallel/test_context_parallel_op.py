@@ -6,7 +6,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from op_checks import (
+    assert_saves_only_inputs_output_and_lse,
+    opcheck_backward,
+    opcheck_forward,
+    runs_under_selective_checkpointing,
+)
 
 from path_backend import path_attention
 from path_backend.attention import context_parallel_attention
@@ -40,19 +45,16 @@ def options(group, method):
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_forward(group, case, method):
     """Catches a wrong schema, a fake that lies about its outputs, a missing gradient."""
-    op = torch.ops.path_backend.context_parallel_attention.default
-    torch.library.opcheck(op, (*make_inputs(70, **CASES[case]), *options(group, method)))
+    inputs = make_inputs(70, **CASES[case])
+    opcheck_forward("context_parallel_attention", inputs, *options(group, method))
 
 
 @pytest.mark.parametrize("method", ["allgather", "ring", "heads"])
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck_backward(group, case, method):
     """Catches the same in the backward op, and gradients that alias one another or an input."""
-    inputs = make_inputs(70, **CASES[case]).map_floating(torch.detach)
-    out, lse = torch.ops.path_backend.context_parallel_attention(*inputs, *options(group, method))
-    arguments = (torch.randn_like(out), *inputs, out, lse, *options(group, method))
-    op = torch.ops.path_backend.context_parallel_attention_backward.default
-    torch.library.opcheck(op, arguments)
+    inputs = make_inputs(70, **CASES[case])
+    opcheck_backward("context_parallel_attention", inputs, *options(group, method))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,30 +82,17 @@ def test_compiles_into_one_graph(group, case, dynamic):
 @pytest.mark.parametrize("saved, expected", [(True, 1), (False, 2)])
 def test_selective_checkpointing_keeps_the_output(group, monkeypatch, saved, expected):
     """Catches an op that a policy cannot name: attention would run twice per step."""
-    calls, forward = [], by_tokens.forward
-    monkeypatch.setattr(by_tokens, "forward", lambda *args: (calls.append(None), forward(*args))[1])
-    operators = [torch.ops.path_backend.context_parallel_attention.default] if saved else []
-    contexts = partial(create_selective_checkpoint_contexts, operators)
-    inputs = make_inputs(70)
     call = partial(context_parallel_attention, layout=LAYOUT, group=group)
-    out = checkpoint(call, *inputs[:5], use_reentrant=False, context_fn=contexts)
-    out.sum().backward()
-    assert len(calls) == expected
-    assert inputs.w.grad is not None
+    op = "context_parallel_attention"
+    arguments = (by_tokens, "forward", op, call, make_inputs(70), saved)
+    assert runs_under_selective_checkpointing(monkeypatch, *arguments) == expected
 
 
 def test_saves_only_inputs_output_and_lse(group):
     """Catches keys of other ranks, or frames, kept alive between forward and backward."""
     inputs = make_inputs(70, gate=True, documents=True)
-    saved = []
-
-    def pack(x):
-        saved.append(x.shape)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = inputs.call(context_parallel_attention, layout=LAYOUT, group=group)
-    assert sorted(saved) == sorted([*(x.shape for x in inputs), out.shape, torch.Size([1, 2, 70])])
+    call = partial(context_parallel_attention, layout=LAYOUT, group=group)
+    assert_saves_only_inputs_output_and_lse(call, inputs)
 
 
 def test_autocast_leaves_the_transform_in_fp32(group):

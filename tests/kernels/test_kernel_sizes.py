@@ -22,6 +22,10 @@ from kernel_checks import (
     on_device,
     torch_form,
 )
+from op_checks import (
+    opcheck_backward,
+    opcheck_forward,
+)
 
 from path_backend import ops, path_attention
 from path_backend.benchmarks.operator import replayed
@@ -232,8 +236,5 @@ def test_wide_heads_with_reflections_fall_back_and_say_so():
 def test_opcheck(kind):
     """Catches kernels whose results differ from the fakes' in shape, dtype or strides."""
     inputs = bf16(2000, D=64, **KINDS[kind])
-    torch.library.opcheck(torch.ops.path_backend.attention.default, (*inputs, 0.25, "triton"))
-    inputs = inputs.map_floating(torch.detach)
-    out, lse = torch.ops.path_backend.attention(*inputs, 0.25, "triton")
-    arguments = (torch.randn_like(out), *inputs, out, lse, 0.25, "triton")
-    torch.library.opcheck(torch.ops.path_backend.attention_backward.default, arguments)
+    opcheck_forward("attention", inputs, 0.25, "triton")
+    opcheck_backward("attention", inputs, 0.25, "triton")

@@ -8,7 +8,6 @@ throughout. bf16 and real sizes: test_kernel_sizes.py.
 import importlib
 import pkgutil
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -27,7 +26,11 @@ from kernel_checks import (
     on_device,
     torch_form,
 )
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from op_checks import (
+    opcheck_backward,
+    opcheck_forward,
+    runs_under_selective_checkpointing,
+)
 
 from path_backend import ops, path_attention
 from path_backend.arguments import CrossSegment
@@ -470,8 +473,7 @@ def op_arguments(kind, layout=lambda x: x):
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck_forward(kind):
     """Catches kernels whose outputs differ from the fake's in shape, dtype or strides."""
-    arguments = (*op_arguments(kind), 0.25, "triton")
-    torch.library.opcheck(torch.ops.path_backend.attention.default, arguments)
+    opcheck_forward("attention", op_arguments(kind), 0.25, "triton")
 
 
 @pytest.mark.parametrize(
@@ -479,10 +481,8 @@ def test_opcheck_forward(kind):
 )
 def test_opcheck_backward(kind, layout):
     """Catches the same of the gradients: compiled code that follows assumes the fake's strides."""
-    inputs = op_arguments(kind, LAYOUTS.get(layout, lambda x: x)).map(torch.detach)
-    out, lse = torch.ops.path_backend.attention(*inputs, 0.25, "triton")
-    arguments = (torch.randn_like(out), *inputs, out, lse, 0.25, "triton")
-    torch.library.opcheck(torch.ops.path_backend.attention_backward.default, arguments)
+    inputs = op_arguments(kind, LAYOUTS.get(layout, lambda x: x))
+    opcheck_backward("attention", inputs, 0.25, "triton")
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
@@ -503,14 +503,5 @@ def test_compiles_into_one_graph(backend):
 @pytest.mark.parametrize("saved, expected", [(True, 1), (False, 2)])
 def test_selective_checkpointing_keeps_the_output(monkeypatch, saved, expected):
     """Catches kernels that a policy cannot see: the forward would run twice per step."""
-    calls, forward = [], backend.attention_forward
-    monkeypatch.setattr(
-        backend, "attention_forward", lambda *args: (calls.append(None), forward(*args))[1]
-    )
-    operators = [torch.ops.path_backend.attention.default] if saved else []
-    contexts = partial(create_selective_checkpoint_contexts, operators)
-    inputs = on_device(70)
-    out = checkpoint(kernels, *inputs[:5], use_reentrant=False, context_fn=contexts)
-    out.sum().backward()
-    assert len(calls) == expected
-    assert inputs.w.grad is not None
+    arguments = (backend, "attention_forward", "attention", kernels, on_device(70), saved)
+    assert runs_under_selective_checkpointing(monkeypatch, *arguments) == expected
