@@ -34,6 +34,7 @@ from op_checks import (
 
 from path_backend import ops, path_attention
 from path_backend.arguments import CrossSegment
+from path_backend.inference import CacheSpec, PathCache
 from path_backend.reference import path_attention_reference
 from path_backend.testing import as_leaves, assert_exact, make_inputs, relative_error, run
 
@@ -224,9 +225,9 @@ def launches(monkeypatch):
     launches, start = [], KernelInterface.__getitem__
 
     def recorded(kernel, grid):
-        def call(**arguments):
+        def call(*args, **arguments):
             launches.append((kernel, arguments))
-            return start(kernel, grid)(**arguments)
+            return start(kernel, grid)(*args, **arguments)
 
         return call
 
@@ -253,6 +254,10 @@ def test_every_kernel_runs_here(launches, monkeypatch):
     pair = CrossSegment(q, k, v, None, None, None)
     backend.cross_segment_forward(pair, 1.0, out, lse)
     backend.cross_segment_backward(out, pair, lse, lse, 1.0)
+    spec = CacheSpec(2, 1, 16, 16, torch.float32, forget_gate=True, group=4, prune=10.0)
+    cache = PathCache(spec, inputs.q.shape[0], device=DEVICE, implementation="triton")
+    for t in range(9):  # two groups are closed, and merged
+        cache.attend(*(x[:, t : t + 1] for x in inputs.map_floating(torch.detach).floating))
     package = importlib.import_module("path_backend.kernels")
     modules = [
         importlib.import_module(f"{package.__name__}.{module.name}")
