@@ -64,11 +64,11 @@ def register(ops: Any) -> None:
 
     @register_flop_formula(ops.context_parallel_attention)
     def shared(q: Any, k: Any, v: Any, w: Any, *args: Any, **kwargs: Any) -> int:
-        return forward_flops(q, k, v, w is not None, _whole_length(q, args))
+        return forward_flops(q, k, v, w is not None, _whole_length(args))
 
     @register_flop_formula(ops.context_parallel_attention_backward)
     def shared_backward(d: Any, q: Any, k: Any, v: Any, w: Any, *args: Any, **kwargs: Any) -> int:
-        return backward_flops(q, k, v, w is not None, _whole_length(q, args[2:]))
+        return backward_flops(q, k, v, w is not None, _whole_length(args[2:]))
 
 
 def backward_flops(
@@ -80,7 +80,7 @@ def backward_flops(
     return attention * 5 // 2 + 2 * transform
 
 
-def _whole_length(q: tuple[int, ...], args: tuple) -> int:
+def _whole_length(args: tuple) -> int:
     """Returns the tokens of the whole sequence; args are beta, log_gate and what follows them."""
     starts, length = args[3:5]
     return len(starts) * length

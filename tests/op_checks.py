@@ -5,6 +5,14 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+CASES = {
+    "path": dict(HQ=4, DV=8),
+    "path_fox": dict(gate=True, documents=True),
+    "fox": dict(w=None, gate=True),
+    "nope": dict(w=None),
+    "bf16": dict(gate=True, dtype=torch.bfloat16),
+}
+
 
 def opcheck_forward(name, inputs, *options):
     """Compares an op with its schema, its fake and its registered gradient."""

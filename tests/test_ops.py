@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from op_checks import (
+    CASES,
     assert_saves_only_inputs_output_and_lse,
     opcheck_backward,
     opcheck_forward,
@@ -17,14 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from path_backend import eager, flops, kernels, ops, path_attention
 from path_backend.testing import as_leaves, assert_exact, make_inputs, run
-
-CASES = {
-    "path": dict(HQ=4, DV=8),
-    "path_fox": dict(gate=True, documents=True),
-    "fox": dict(w=None, gate=True),
-    "nope": dict(w=None),
-    "bf16": dict(gate=True, dtype=torch.bfloat16),
-}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from op_checks import (
+    CASES,
     assert_saves_only_inputs_output_and_lse,
     opcheck_backward,
     opcheck_forward,
@@ -19,13 +20,6 @@ from path_backend.context_parallel import by_tokens
 from path_backend.context_parallel.layout import Layout
 from path_backend.testing import assert_exact, make_inputs, run
 
-CASES = {
-    "path": dict(HQ=4, DV=8),
-    "path_fox": dict(gate=True, documents=True),
-    "fox": dict(w=None, gate=True),
-    "nope": dict(w=None),
-    "bf16": dict(gate=True, dtype=torch.bfloat16),
-}
 LAYOUT = Layout.head_tail(1, 35)
 
 
